@@ -1,5 +1,3 @@
-"""The engine."""
-
 if __name__ != "quire.engine":
     raise ImportError(
         f"import it as quire.engine: `{__name__}` is this folder's name, not the package's", name=__name__

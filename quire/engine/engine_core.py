@@ -1,6 +1,4 @@
-"""The engine core: scheduler, executor and step runner. Only this module, engine_core_process.py and engine_builder
-import both the torch-free half and the worker.
-"""
+"""Only this module, engine_core_process.py and engine_builder import both the torch-free half and the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """Raises ConfigError if it cannot start."""
+    """Raises ConfigError."""
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class EngineCore:
         return take_block_table_view(self.scheduler, request_id)
 
     def run_next_warmup(self) -> bool:
-        """False when no warm-up is left."""
         self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
@@ -142,11 +139,9 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step that gave the last `step` call its results; None if none did."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """Includes outputs of adds and aborts."""
         outputs = self._step_runner.run_step()
         self.scheduler.kv_cache_manager.publish_events()
         return outputs

@@ -35,18 +35,15 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Time for the parent, with its slow imports, to read the error."""
+"""Time for the parent, whose imports are slow, to read the error."""
 
 
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """The next engine's; None: sleep."""
 
 
 class EngineLetGo(Exception):
-    """Raised by calls that are answered after the engine is released."""
-
     def __init__(self, config: EngineConfig | None) -> None:
         super().__init__()
         self.config = config
@@ -80,7 +77,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Returns only if the engine cannot start; otherwise the process ends with its parent."""
+    """Returns only if the engine cannot start. Otherwise the process ends with its parent."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -157,7 +154,7 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Return the id of the call to answer, the new configuration and its engine."""
+    """Return the id of the call to answer, and the new configuration and engine."""
     while True:
         call = decode_to_engine(socket.recv())
         if not isinstance(call, UtilityCall):  # sent before the sleep
@@ -178,8 +175,8 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """Fall back to `previous`, and return the error. The old engine must have been released. Raises ConfigError if
-    neither can start.
+    """If `config` fails, builds `previous` and returns the error. The old engine must have been released. Raises
+    ConfigError if neither can start.
     """
     try:
         return config, EngineCore(config, heartbeat), None

@@ -1,7 +1,7 @@
 """`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. Its configuration is a line of JSON on stdin.
 
-Torch is imported last, because three threads must run first. They send heartbeats to the parent, exit when the parent
-is gone, and distinguish other processes' signals from this process's own faults.
+Torch is imported last. Before that, three threads must send heartbeats to the parent, exit when the parent is gone, and
+distinguish other processes' signals from this process's own faults.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def block_fault_signals() -> None:
-    """Let FAULT_SIGNALS of other processes wait for `start_fault_signal_reporter`.
+    """Let other processes' FAULT_SIGNALS wait for `start_fault_signal_reporter`.
 
-    Call before other threads start: they inherit the mask. A fault of this process still ends it, because the kernel
-    does not block signals raised by its own instructions.
+    Call before other threads start, because they inherit the mask. A fault of this process still ends it.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)

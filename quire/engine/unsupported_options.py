@@ -18,20 +18,18 @@ _ALREADY_DONE = "this is always so"
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
     text: str
-    """Why the flag changes nothing, or what to do instead."""
     is_harmless: bool
     value_kind: str
-    """No value: "". One: "=". Any number: "+"."""
+    """"": no value. "=": one. "+": any number."""
     default_values: tuple[str, ...] = ()
-    """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
-        """Empty if this value would have an effect."""
+        """ "" if this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or empty."""
+    """`did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -40,7 +38,6 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Keys have no dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
@@ -53,19 +50,17 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Empty if the value is not redundant. `name`: without dashes."""
+    """ "" if the value is not redundant. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """A server setting that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
 @cache
 def flag_aliases() -> Mapping[str, str]:
-    """Our flag by another server's, without dashes."""
     return {theirs: ours for ours, names in _read_table()["same"].items() for theirs in names.split()}
 
 
@@ -81,8 +76,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """For options of vLLM's `LLM`. Empty if Quire has the option, does not know it, or would have to act. None requests
-    nothing, and False means `--no-…`.
+    """For options of vLLM's `LLM`. "" if Quire has the option, does not know it, or would have to act. None requests
+    nothing; False means `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -119,7 +114,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """Empty without a suggestion. `known`: with dashes."""
+    """ "" without a suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 

@@ -190,7 +190,6 @@ class WorkerNode:
                 return
 
     def _print_for_first_rank(self, local_rank: int, text: str) -> None:
-        """Prints once per machine, not once per rank."""
         if local_rank == 0:
             print(f"quire serve: {text}", file=sys.stderr, flush=True)
 
@@ -199,7 +198,7 @@ class NodeHeartbeat:
     """Tells machine 0 that this machine is alive, and at the end how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: time after which machine 0 takes this machine for gone. Raises ConnectionError."""
+        """`silence`: after this time machine 0 takes this machine for gone. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

@@ -1,5 +1,5 @@
-"""Activations with the same bits at any place in x. PyTorch's on CPUs use other instructions after the last whole
-vector, except for exp, erf and tanh (2.13).
+"""Activations whose bits do not depend on an element's place in x. On CPUs, PyTorch treats the rest after the last
+whole vector differently, except in exp, erf and tanh (PyTorch 2.13).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backends' interface. Tests compare backends with `ReferenceBackend`, which implements all of it."""
+"""Tests compare each backend with `ReferenceBackend`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ from quire.kernels.routing import MoE, MoEComponents
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""The first axis is the KV block, or the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """LoRA adapters of a linear's input rows."""
-
     adapter_slots: Tensor | None = None  # [rows] int64; None: no row has an adapter
     row_order: Tensor | None = None  # [rows] int64, GPU only: row indices sorted by adapter
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """A CUDA graph can hold it."""
+        """CUDA graphs can record this."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:
@@ -53,7 +50,7 @@ class LoraDelta:
     """Added to some outputs of a linear: x @ down.T @ up.T (LoRA, Hu et al., 2021)."""
 
     first_output: int
-    """All of a delta's outputs belong to one of the fused linears. Deltas do not overlap."""
+    """A delta stays within one of the fused linears. Deltas do not overlap."""
     down: Tensor
     """[rank, in_features] in the model's dtype."""
     up: Tensor
@@ -63,10 +60,9 @@ class LoraDelta:
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
     num_slots: int
-    """Slots 1 to num_slots; slot 0: no adapter."""
+    """Slots 1 to num_slots. Slot 0: no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Outputs of the fused linears, in order."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool
@@ -74,15 +70,15 @@ class AdapterSlotSpec:
 
 
 class LinearWithLora(ABC):
-    """Rows without an adapter keep the linear's exact bits; no row depends on others."""
+    """Rows without an adapter keep the linear's exact bits. No row depends on others."""
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """Same as `Linear`."""
+        """See `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Any thread may call it."""
+        """Thread-safe."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
@@ -101,8 +97,8 @@ class QuantizedEmbedding:
 class AttentionMetadata:
     """T tokens of S sequences in a step, on the model's device.
 
-    Sequence s has tokens query_start[s] to query_start[s + 1], the last of its context_lens[s]. Its KV is in the blocks
-    of block_table[s], in order.
+    Tokens query_start[s] to query_start[s + 1] are the last ones of sequence s, whose KV is in the blocks of
+    block_table[s].
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -116,7 +112,7 @@ class AttentionMetadata:
     linear_context: LinearContext = NO_ADAPTERS
     is_full_prefill: bool = False  # all keys are from this step
     other_groups: tuple[AttentionMetadata, ...] = ()
-    """KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
+    """KV cache groups 1 and up. Block table entries before a sliding window are not this sequence's."""
     state_slots: Tensor | None = None  # [S] int64; None: no recurrent state
     state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
     rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
@@ -128,7 +124,7 @@ class AttentionMetadata:
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """One table and slot mapping per KV cache group; the first replaces its own."""
+        """One block table and slot mapping per KV cache group, the first for group 0."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -141,7 +137,6 @@ class AttentionMetadata:
 
     @property
     def rope_positions(self) -> Tensor:
-        """[T] int64."""
         return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
@@ -154,28 +149,26 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalSpans:
-    """Spans of prompts in which tokens also see later ones. Each span ends in this step."""
+    """Spans of prompts whose tokens also see later tokens of the span. Each span ends in this step."""
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
     metadata: AttentionMetadata  # of the P tokens: one sequence per span, ending with it
 
 
 class Operations(ABC):
-    """Operations of decoder layers, computed at once or recorded (`Backend.record_layers`): T tokens, H query heads, K
-    KV heads, D head_dim.
-    """
+    """Run at once, or recorded by `Backend.record_layers`. T tokens, H query heads, K KV heads, D head_dim."""
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        """Does not change x."""
+        """Must not change x."""
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """Does not change x and router_input, which may be one tensor."""
+        """Must not change x and router_input, which may be the same tensor."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
-        """Sum over ranks, or x itself without a group. May overwrite x."""
+        """Sum over ranks; x itself without a group. May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -189,7 +182,7 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), in float32 as rms_norm."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016); dtypes as in rms_norm."""
 
     @abstractmethod
     def add_layer_norm(
@@ -211,7 +204,7 @@ class Operations(ABC):
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
+        """silu(gate) * up for gate_up [T, 2 * F], gate first: [T, F]."""
 
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
@@ -219,14 +212,14 @@ class Operations(ABC):
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """x [T, F] times F columns of `per_layer_inputs` [T, W] from `first` on. May overwrite x."""
+        """x [T, F] times columns `first` to `first` + F of `per_layer_inputs` [T, W]. May overwrite x."""
 
     @abstractmethod
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. May overwrite qkv,
-        which lacks K or 2K heads with some `QKNormRopeParams.projections`.
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. May overwrite qkv.
+        Some `QKNormRopeParams.projections` leave out K or 2K heads.
         """
 
     @abstractmethod
@@ -235,19 +228,18 @@ class Operations(ABC):
     ) -> Tensor:
         """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        Position p sees keys from AttentionParams.first_visible_key(p) to p, quantized ones as rounded. Query head h
-        reads KV head h // (H / K). Scores and sums are float32. A row's bits do not depend on the batch, chunks or
-        block ids, except on GPU backends that are not deterministic.
+        Position p sees keys AttentionParams.first_visible_key(p) to p. Query head h reads KV head h // (H / K). Scores
+        and sums are float32. A row's bits do not depend on batch, chunks or block ids, except on GPU backends that are
+        not deterministic.
         """
 
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """paged_attention for ranks that divide each sequence's tokens.
+        """paged_attention for ranks that divide each sequence's tokens. Raises RankEnded.
 
-        q [T, H / ranks, D] and `softmax.sinks` hold this rank's heads. The caches hold this rank's tokens for all K
-        heads; `softmax.relative_bias` holds all heads. Bits depend on the number of ranks, except with the CPU kernels,
-        which give the bits of one process. Raises RankEnded.
+        q [T, H / ranks, D] and `softmax.sinks` hold this rank's heads, `softmax.relative_bias` all heads, and the
+        caches this rank's tokens for all K heads. Bits depend on the number of ranks, except with the CPU kernels.
         """
         raise NotImplementedError
 
@@ -255,14 +247,14 @@ class Operations(ABC):
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py); return rotated q [T, H, any + R]. May
-        overwrite q.
+        """Norm, rotate and store kv [T, L + R] (see latent_params.py); return rotated q [T, H, any + R]. May overwrite
+        q.
         """
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         """bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels]. Stores all columns. A sequence may
-        start from what an earlier one in the step stores.
+        start from columns that an earlier sequence of the step stores.
         """
 
     @abstractmethod
@@ -276,7 +268,7 @@ class Operations(ABC):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T, rule.head_inputs_dim] to [T, heads
-        * value]. Stores the states.
+        * value]. Updates the states.
         """
 
     @abstractmethod
@@ -294,8 +286,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""Runs one layer (LayerFunction) or a range. `residual` (None: x is the embeddings) is not yet added to x [T, hidden],
-nor to the result. May overwrite both inputs.
+"""Runs `range` of layers. Neither the given nor the returned `residual` is yet added to x [T, hidden]; None: x is the
+embeddings. May overwrite both inputs.
 """
 
 
@@ -304,9 +296,9 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """Slots below 0 (other ranks' tokens) store nothing; otherwise such tokens go to a scratch block."""
+    """Slots below 0 (other ranks' tokens) store nothing. Otherwise such tokens go to a scratch block."""
     keeps_weights_quantized: bool
-    """Otherwise dequantized at load."""
+    """Otherwise weights are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
@@ -315,18 +307,15 @@ class Backend(Operations):
 
     @abstractmethod
     def description(self) -> str:
-        """For the log: library and version, instruction set."""
+        """For the log: library, version, instruction set."""
 
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Why the model cannot be served, with a remedy in one line. Other methods may be called only after None.
-        softcap: attention scores are capped.
-        """
+        """Why the model cannot be served, with a remedy, in one line. Call no other method unless None."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """As unsupported_reason, for a quantized KV dtype."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
@@ -335,22 +324,22 @@ class Backend(Operations):
 
     @abstractmethod
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """True if tests show the same bits for a row in every batch."""
+        """True if tests show that a row has the same bits in every batch."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of a layer's key cache, and of its value cache; the first axis is the block.
+        """Shape of one layer's key cache, and of its value cache; the first axis is the block.
 
-        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * D elements, or
-        block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], to
-        allow copying the first tokens.
+        dtype: of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * (D +
+        num_scale_elements(dtype)) elements. Blocks of more than 16 tokens are [tokens, ...], so that their first tokens
+        can be copied.
         """
 
     @abstractmethod
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        """k, v [T, K, D] to slots [T], quantized if the caches are."""
+        """Store k, v [T, K, D] at slots [T], quantized if the caches are."""
 
     @abstractmethod
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
@@ -358,7 +347,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias for weight [out, in], which may be dropped afterwards. wide: float32 result."""
+        """x @ weight.T + bias for weight [out, in], which may be freed afterwards. wide: float32 result."""
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
@@ -368,15 +357,15 @@ class Backend(Operations):
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights of one input, which may be dropped afterwards. Each row of x is rounded by itself, if x is
-        rounded to integers. wide: float32 result.
+        """Fuse weights that share an input. They may be freed afterwards. If x is rounded to integers, each row is
+        rounded by itself. wide: float32 result.
         """
 
     @abstractmethod
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """weight [vocab, hidden] may be dropped afterwards. tied: also the LM head."""
+        """weight [vocab, hidden] may be freed afterwards. tied: also used as the LM head."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
@@ -391,21 +380,20 @@ class Backend(Operations):
         """Weights [n, 32] to codes [n, 16] uint8 as in GroupedWeight, float32 scales [n] and offsets [n]: weight =
         scale * (code - 8) + offset.
 
-        With zero_points, weight = scale * (code - zero), zeros are whole numbers from 0 to 15, and scales have
-        bfloat16's 8 bits.
+        With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales fit bfloat16.
         """
 
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype: of the residual
-        stream, which begins in the first layer if `starts`. groups: block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. The first layer begins the residual
+        stream (hidden, dtype) if `starts`. groups: block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Descriptor of memory that `count` processes of one machine inherit; None if unsupported. row_bytes: longest
-        row to gather.
+        """File descriptor of memory that `count` processes of one machine inherit; None if unsupported. row_bytes:
+        longest row to gather.
         """
         return None
 
@@ -415,13 +403,13 @@ class Backend(Operations):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """First largest of each row: [R, vocab] to [R] int64."""
+        """Index of each row's first maximum: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """Logits [R, vocab] float32 to tokens [R] int64.
 
         filters [R, 4] float64: temperature (above 0), top_k (1 to vocab), top_p, min_p. Top-k, then top-p of the rest
-        (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. Samples the
+        (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal logits stay together. Samples the
         first kept token at which the cumulative probability exceeds u [R] float64 in [0, 1) times the kept total.
         """

@@ -30,8 +30,8 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Fastest first, by device and major compute capability; the reference comes last. Other GPUs use _GPU_BACKENDS, other
-devices sdpa.
+"""Fastest first, by device and major compute capability. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
+reference is the last resort.
 """
 
 
@@ -69,7 +69,6 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,7 @@ class AttentionRequirements:
     latents: bool = False
     chunks: bool = False
     kv_dtype: dtype | None = None
-    """None: the model's dtype."""
     ranks: int = 1
-    """Ranks that share the tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +130,7 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend, and one line on the choice. It must pass the first trial, or the next one if no fast backend
-    passes.
+    """A fast backend must pass the first trial, or the next one if none does.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if none passes any.
@@ -161,7 +157,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """None if unsupported. memory: bytes for the most used experts. Raises OSError if it can create no file."""
+    """None if unsupported. memory: bytes for the most used experts. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -171,7 +167,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """None if unsupported. Raises OSError if it can create no file."""
+    """None if unsupported. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -1,5 +1,3 @@
-"""Collectives among ranks, which each hold a part of every layer."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -14,8 +12,8 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """All ranks call the same methods in the same order, with equally many rows. No row's bits depend on other rows.
-    Methods raise RankEnded. Those with NotImplementedError exist only for ranks that meet at a store.
+    """All ranks call the same methods in the same order, with equally many rows. A row's bits do not depend on other
+    rows. Methods raise RankEnded. Ranks need a store for methods that raise NotImplementedError here.
     """
 
     rank: int
@@ -31,28 +29,28 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's x; others' content is ignored. May overwrite x."""
+        """Return the first rank's x. May overwrite x."""
 
     def raise_if_failed(self) -> None:
-        """Call after a step. Raises RankEnded if a sum is missing, which makes results invalid."""
+        """Call after a step. Raises RankEnded if a sum is missing and results are therefore invalid."""
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All x in rank order: [ranks, *x.shape]."""
+        """All ranks' x: [ranks, *x.shape]."""
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds an item for each rank. Returns the items for this rank, in rank order."""
+        """x [ranks, ...] holds one item for each rank. Returns this rank's items, in rank order."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """The same answer on all ranks; the host waits. device: of the ranks' tensors."""
+        """The same answer on all ranks. The host waits."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Methods return the right shapes without other ranks, for `dry_run_for_variants`."""
+        """Within this context, methods return the right shapes without other ranks, for `dry_run_for_variants`."""
         raise NotImplementedError
 
     @abstractmethod
     def abort_collectives(self) -> None:
-        """Wake all waiting ranks. Any thread may call it."""
+        """Wake all waiting ranks. Thread-safe."""

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed's process groups: NCCL between GPUs, SocketGroup between CPUs."""
+"""Collectives over torch.distributed process groups: NCCL between GPUs, SocketGroup between CPUs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
-"""dist.ProcessGroup, whose methods PyTorch's stubs lack, or a compatible class."""
 _TIMEOUT = timedelta(minutes=10)
-"""A rank's end is noticed earlier in other ways."""
+"""Other mechanisms notice earlier that a rank has ended."""
 
 
 class SmallAllReduce(Protocol):
-    """Sums few numbers outside the group, in float32 and rank order."""
+    """Sums small tensors outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
         """Same answer on all ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """`Collective.all_reduce` that does not change x."""
+        """Like `Collective.all_reduce`, but never changes x."""
 
     def raise_if_failed(self) -> None:
         """See `Collective.raise_if_failed`."""
 
     def stop_waiting(self) -> None:
-        """Wake all waiting ranks."""
+        """Wake all waiting threads."""
 
 
 class DistributedCollective(Collective):
-    """All ranks get `gather_columns`' result. On GPUs CUDA graphs can hold every call, and the host never waits."""
+    """All ranks get the result of `gather_columns`. On GPUs CUDA graphs can record every call, and the host never
+    waits.
+    """
 
     def __init__(
         self,
@@ -50,12 +51,12 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """`join` creates the group at the first call, so other ranks do not wait for one that failed earlier. The
-        group's timeout limits all waits. `make_small_all_reduce` is called once all ranks have joined.
+        """`join` creates the group at the first call, so that other ranks do not wait for one that failed earlier. The
+        group's timeout limits all waits.
 
-        With `in_order`, numbers are added in float32 and rank order. Otherwise an all-reduce adds them, which is faster
-        with more than two ranks. NCCL gives all ranks the same bits, but its order depends on x's size and the place in
-        x (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
+        With `in_order`, sums are in float32 and rank order. Otherwise an all-reduce adds, which is faster from three
+        ranks up. NCCL gives all ranks the same bits, but its order depends on x's size and on the place in x
+        (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce
@@ -87,7 +88,7 @@ class DistributedCollective(Collective):
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if x.dtype != torch.float32 or x.shape[1] != widths[self.rank]:
             raise TypeError(f"{list(x.shape)} of {x.dtype} is not rank {self.rank}'s part of {widths}")
-        even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # a gather's parts have one size
+        even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # all parts of a gather have one size
         parts = list(self.all_gather(even)) if even.numel() else [even] * self.world_size
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
@@ -121,11 +122,11 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """May wait for the other rank's `receive_tensor` of the same size. Raises RankEnded."""
+        """May wait for the other rank's `receive_tensor`. Raises RankEnded."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
-        """Receive into contiguous x. Raises RankEnded."""
+        """x must be contiguous. Raises RankEnded."""
         self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
     def raise_if_failed(self) -> None:
@@ -144,7 +145,6 @@ class DistributedCollective(Collective):
         return self._small_all_reduce
 
     def _run_collective(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
-        """begin: called once all have joined."""
         if self._closed.is_set():
             raise RankEnded
         if self._is_suspended:
@@ -159,7 +159,7 @@ class DistributedCollective(Collective):
                 begin().wait()  # on a GPU only the stream waits
         except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
-                raise  # this rank's own failure: for a rank that has ended, NCCL waits until aborted
+                raise  # this rank's own failure: when another rank ends, NCCL waits until it is aborted
             raise RankEnded from error
 
 
@@ -173,7 +173,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """address: this machine's. one_shot: sum few numbers on GPUs of one machine with our own kernel, if possible."""
+    """one_shot: on GPUs of one machine, sum small tensors with our own kernel if possible."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Computes expert by expert: a row's sum does not depend on other rows."""
+    """A row's sum does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend
@@ -37,7 +37,7 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """For router input [T, hidden]: experts [T, top_k] int64, their weights, and the number of experts on all ranks."""
+    """For router input [T, hidden]: experts [T, top_k] int64, their weights, number of experts on all ranks."""
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     chosen, shares = choose_experts(scores, experts.routing, experts.score_correction_bias)
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
@@ -56,6 +56,4 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Make their MoE before `finish_loading`, which also raises ValueError if the cache's memory holds less than one
-    expert.
-    """
+    """Create the MoE before `finish_loading`, which also raises ValueError if the memory holds less than one expert."""

@@ -1,6 +1,6 @@
-"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends, fits scale
-and offset to the codes of each try by least squares, and takes the best, rounded to half floats. Zero points, which
-checkpoints use instead of offsets, are tried around the nearest one, with bfloat16 scales.
+"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends. Fits scale
+and offset to each try's codes by least squares, and takes the best, rounded to half floats. Zero points, for
+checkpoints, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Inputs per scale."""
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Fractions of a group's range covered by 15 steps."""
+"""Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""Few enough to stay in a CPU's caches and wake no PyTorch threads; enough to keep other devices busy."""
+"""Few enough to stay in a CPU's caches and not to start PyTorch's threads, and many enough to keep other devices
+busy.
+"""
 _MIN_SCALE = 2.0**-100
-"""Only with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32] from 0 to 15, scales and offsets [n]."""
+    """Return codes [n, 32] from 0 to 15, scales and offsets [n]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     middle, least = groups.mean(1, keepdim=True), torch.full_like(low, torch.inf)
@@ -63,7 +63,7 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32] from 0 to 15, scales and zero points [n]."""
+    """Return codes [n, 32] from 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)
@@ -86,16 +86,14 @@ def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_mantissa(numbers: Tensor, bits: int) -> Tensor:
-    """Half floats have 11 bits, bfloat16 has 8."""
+    """bits: 11 for half floats, 8 for bfloat16."""
     mantissas, exponents = torch.frexp(numbers)
     return torch.ldexp((mantissas * 2**bits).round_(), exponents - bits)
 
 
 def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """-8 to 7."""
     return torch.where(scale == 0, 0.0, (groups - offset) / scale).round_().clamp_(-8, 7)
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

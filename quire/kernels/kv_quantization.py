@@ -1,8 +1,8 @@
-"""8-bit keys and values. `torch.int8`: a bfloat16 scale per head and token. `torch.float8_e4m3fn`: codes alone; a layer
-may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend only on its own key
-and value.
+"""8-bit keys and values. `torch.int8` has a bfloat16 scale per head and token. `torch.float8_e4m3fn` has codes alone. A
+layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend only on its
+own key and value.
 
-A page holds its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton;
+A page includes its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton.
 kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
@@ -22,8 +22,6 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors of float8 codes."""
-
     key: float = 1.0
     value: float = 1.0
 
@@ -32,12 +30,12 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Elements per head and token."""
+    """Counts elements per head and token."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D], for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
+    """Codes [..., D], and for int8 bfloat16 scales [...]. Ties round to even. Floats saturate."""
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
@@ -46,7 +44,7 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """codes [..., D]; dtype is wider."""
+    """codes [..., D]. dtype must be wider."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 
@@ -72,7 +70,7 @@ def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -
 
 
 def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """[pages * tokens, K, D] in a wider dtype."""
+    """[pages * tokens, K, D] in `dtype`, which must be wider."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)
     flat = pages.reshape(count, -1)

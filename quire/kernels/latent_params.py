@@ -1,6 +1,6 @@
-"""Under MLA (DeepSeek-V2, 2024) a token has one latent, from which keys and values of all heads derive, and one rotated
-key for all heads. Together they are one key of L + R numbers; its first L are the value. Queries are absorbed into
-latent space before attention, and the output is brought out after.
+"""MLA (DeepSeek-V2, 2024) stores one latent per token, from which the keys and values of all heads derive, and one
+rotated key for all heads. Together they are one key of L + R elements, whose first L are the value. Queries are
+absorbed into latent space before attention, and the output is expanded afterwards.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ class LatentNormRopeParams:
     cos_sin: Tensor | None
     """[max positions, R] float32: cosines, then sines. None: NoPE."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, as in DeepSeek's checkpoints, not (i, i + R/2)."""
+    """Rotated pairs are neighbors, as in DeepSeek's checkpoints. Otherwise (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages; the key scale is also the value scale."""
+    """For float8 pages. The key scale is also the value scale."""
     unrotated_dim: int = 0
     """R if `cos_sin` is None."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
-        """(L, R)"""
         return len(self.norm_weight), self.unrotated_dim if self.cos_sin is None else self.cos_sin.shape[1]
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotates the last R numbers of q [T, H, any + R]."""
+    """Rotates the last R elements of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
@@ -48,7 +47,7 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Returns half layout, even for interleaved pairs; without RoPE, x."""
+    """Returns the half layout, even for interleaved pairs; x itself without RoPE."""
     if latent.cos_sin is None:
         return x
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)

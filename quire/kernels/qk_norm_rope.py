@@ -29,7 +29,7 @@ class QKNormRopeParams:
     kv_scales: KVScales = UNIT_KV_SCALES
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
     """heads: RMSNorm per head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred: LayerNorm
-    per head without bias, weights [H * D]. after: as heads, after RoPE.
+    per head without bias, weights [H * D]. after: heads, but after RoPE.
     """
     q_scale: Tensor | None = None
     """[max positions] float32 factors of queries."""
@@ -40,7 +40,7 @@ class QKNormRopeParams:
 
     @property
     def has_fused_kernel(self) -> bool:
-        """True if there are only per-head norms and RoPE, which every backend computes in one kernel."""
+        """True for per-head norms and RoPE alone, which every backend computes in one kernel."""
         whole = self.q_scale is None and self.v_norm is None and self.projections == "all"
         return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
 

@@ -1,6 +1,5 @@
-"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format to one of them.
-
-A linear that multiplies x in 8 bits declares its `ActivationRounding`, so the norm or gate before it can round x.
+"""Quantized weights in the forms that backends compute with. A linear that multiplies x in 8 bits declares its
+`ActivationRounding`, so that the norm or gate before it can round x.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_HALF_EXPONENT = 14
-"""A power of two makes an output's scales fit half floats: the largest is below 2^15."""
+"""An output's scales are divided by a power of two to fit half floats. The largest is below 2^15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class GroupedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Factors [out] float32; float16 scales and offsets [out, groups], to be multiplied by them. A single scale
-        without offset is the factor, with None for both.
+        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. A single scale
+        without offset becomes the factor, with None for both.
         """
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
@@ -62,7 +61,7 @@ class GroupedWeight:
         return factors, halves[0], None if offsets is None else halves[1]
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32, in x's input order."""
+        """[out, in] float32, in the natural input order."""
         codes = self.codes
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -99,14 +98,13 @@ class Float8Weight:
         return min(self.scale_block[1], self.shape[1])
 
     def scales_per_output_row(self) -> Tensor:
-        """[out, blocks of inputs] float32; NaN if the block has a NaN code, which kernels do not know."""
+        """[out, blocks of inputs] float32; NaN if the block has a NaN code, which kernels do not recognize."""
         scales = self.scales.float().repeat_interleave(self.scale_block[0], 0)[: self.shape[0]]
         inputs = self.inputs_per_scale
         bad = F.pad(self.codes.view(torch.uint8) & 127 == 127, (0, -self.shape[1] % inputs))
         return scales.masked_fill(bad.unflatten(1, (-1, inputs)).any(2), torch.nan)
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32."""
         outs, inner = self.shape
         scales = self.scales.repeat_interleave(self.scale_block[0], 0)[:outs].repeat_interleave(self.scale_block[1], 1)[
             :, :inner
@@ -129,9 +127,8 @@ class RoundedActivations:
     """float32, in the layout of `rounding`."""
     rounding: ActivationRounding
     dtype: torch.dtype
-    """Of x before rounding, and of linears' results."""
+    """Type of x before rounding, and of the linears' results."""
     unrounded: Tensor | None
-    """None if no linear reads them."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -145,16 +142,16 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """Rounds values after conversion to the model's dtype, so bits are the same as with rounding what a norm or gate
-    stored. Equal instances give equal bits.
+    """Rounds values after conversion to the model's dtype, so bits are the same as if the stored output of a norm or
+    gate were rounded. Equal instances give equal bits.
     """
 
     @abstractmethod
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """(norm of x + residual, x + residual), all [T, hidden]; residual None: x alone. RMSNorm if bias is None, else
-        LayerNorm. whole: also unrounded. May overwrite x and residual.
+        """(norm of x + residual, x + residual), all [T, hidden]; without residual, x alone. RMSNorm if bias is None,
+        else LayerNorm. whole: also unrounded. May overwrite x and residual.
         """
 
     @abstractmethod
@@ -166,12 +163,12 @@ class RoundedInputLinear:
     """Accepts RoundedActivations if one of its parts does."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Per part, for `rows` rows; None: unrounded."""
+        """One for each part, for `rows` rows; None: unrounded."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """How to round x for these linears, and whether some need it otherwise. None: do not round."""
+    """None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

@@ -1,5 +1,5 @@
-"""Every kernel in plain PyTorch, for any device. It defines the results of other backends, and is the fallback if
-nothing was compiled. Rows never share a reduction, so results do not depend on the batch.
+"""Every kernel in plain PyTorch, for any device. Defines the results of other backends, and is the fallback if nothing
+is compiled. Rows never share a reduction, so results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Most likely tokens that top-p searches first. All tokens are sorted if the distribution is too flat."""
+"""Most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
 
 
 class ReferenceBackend(Backend):
@@ -58,9 +58,7 @@ class ReferenceBackend(Backend):
     context_parallel_ranks = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: batch-invariant on a GPU. It costs speed and needs Triton, so the backends of kernels/gpu
-        implement it. For CPUs see `is_batch_invariant`.
-        """
+        """deterministic: batch-invariant on a GPU. This needs Triton, so the backends of kernels/gpu implement it."""
         self.deterministic = deterministic
 
     def description(self) -> str:
@@ -123,7 +121,7 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """q [T, H, D] over this rank's tokens, as `PartialSoftmax.to_packed_tensor`."""
+        """q [T, H, D] over this rank's tokens; see `PartialSoftmax.to_packed_tensor`."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -288,7 +286,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """[R, 1]: least probability kept by top-k, then by top-p of the rest."""
+    """[R, 1]: least probability that top-k, then top-p of the rest, keep."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))
@@ -347,15 +345,16 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """F.linear multiplies the rest. It picks an algorithm by the number of rows, so a row's bits may depend on it."""
+    """Otherwise F.linear multiplies. Its algorithm, and so a row's bits, may depend on the number of rows."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The blocked layout is up to twice as fast as F.linear at 1 to 16 rows. A row has the same bits for 2 or more rows
-    (measured for float32 and bfloat16; F.linear fails this in float32). One row takes another path, so it is doubled.
+    """The blocked layout is up to twice as fast as F.linear for 1 to 16 rows. A row has the same bits for 2 or more
+    rows (measured in float32, where F.linear fails this, and bfloat16). A single row takes another path, so it is
+    doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -14,43 +14,38 @@ from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
 
 LinearFunction = Callable[[Tensor, Any], Tensor]
-"""A `Linear` of kernels/backend.py."""
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of chosen experts' outputs. The router's
-defaults to the experts'.
-"""
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
-
     router: LinearFunction
     """[T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[LinearFunction]
     down: Sequence[LinearFunction]
     routing: Routing
     clamped_swiglu: ClampedSwiGLU | None = None
-    """None: plain SiLU gate."""
+    """None: SiLU gate without limits."""
     activation: Activation | None = None
-    """Of MLPs without gates; `gate_up` is then the up projection alone."""
+    """For MLPs without gates. `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
-    """[experts] float32; affects the choice alone (DeepSeek-V3, 2024)."""
+    """[experts] float32; affects only the choice (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
     """[experts] float32 factors of the final weights."""
     has_gelu_gates: bool = False
-    """Tanh-approximated GELU, not SiLU."""
+    """Tanh-approximated GELU instead of SiLU."""
     has_float32_router: bool = False
     """x is converted to float32 for the router."""
     first_expert: int = 0
-    """Index of the first expert in `gate_up` and `down`; other ranks have the others."""
+    """Index of the first expert in `gate_up` and `down`. Other ranks have the others."""
 
 
 def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] affects the choice
-    alone.
+    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] affects only the
+    choice.
     """
     if routing.softcap is not None:
         scores = (scores / routing.softcap).tanh() * routing.softcap
@@ -68,7 +63,6 @@ def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
-    """[T, count], largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

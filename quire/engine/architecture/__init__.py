@@ -1,4 +1,4 @@
-"""Model architectures as data, without torch. A layer is a tuple of sublayer specs."""
+"""Model architectures as data. A layer is a tuple of sublayer specs."""
 
 from __future__ import annotations
 

@@ -24,41 +24,29 @@ class AttentionLayerSpec(SublayerSpec):
     window: int | None = None
     """Keys that a query sees, itself included; None: all."""
     chunked: bool = False
-    """See AttentionParams.has_chunked_window."""
     softcap: float | None = None
-    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
-    """Query heads have an extra score (AttentionParams.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
+    """QKNormRopeParams.norm_kind. unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
-    """None: as in `rope`."""
     alibi: float | None = None
-    """ALiBi (Press et al., 2022): factor of all slopes."""
+    """Factor of all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """Outputs are multiplied by the sigmoid of a gate, which is projected like queries."""
+    """The sigmoid of a gate, projected like queries, multiplies the outputs."""
     head_gates: bool = False
-    """Like has_output_gate, with one gate per head: gate_proj has num_heads outputs."""
     output_norm: bool = False
-    """Applied before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
-    """Per RoPE frequency: row of AttentionMetadata.mrope_positions."""
     output_scale: float = 1.0
     input_size: int | None = None
-    """None: the hidden size."""
     v_norm: bool = False
-    """Per head, without weights."""
     keys_are_values: bool = False
-    """Values are the keys before norm and RoPE."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
-    """Image tokens see each other in steps that ask for it."""
+    """Image tokens see each other if the step says so."""
     kv_source_layer: int | None = None
-    """Layer whose keys and values are read; None: its own."""
 
     @property
     def kv_cache_spec(self) -> PagedState | SharedState:
@@ -72,7 +60,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Explains to users how many values are cached per token; "" if none."""
+        """Values cached per token, for users; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

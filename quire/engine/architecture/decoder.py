@@ -39,21 +39,19 @@ class DecoderSpec:
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
-    """Rows of a learned position table."""
     embedding_norm: bool = False
     residual_multiplier: float = 1.0
-    """The residual stream is kept divided by it."""
+    """The stream is stored divided by this factor."""
     per_layer_inputs: PerLayerInputsSpec | None = None
     reads_embeddings: bool = False
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
     """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Without a tied head."""
+        """Excludes a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -61,7 +59,6 @@ class DecoderSpec:
         return shapes if self.tie_embeddings else shapes | self.head_shapes()
 
     def outer_shapes(self) -> ParameterShapes:
-        """Embedding and position tables, and norms outside layers; not the head."""
         hidden = self.hidden_size
         shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (self.vocab_size, hidden)}
         if self.positions is not None:
@@ -72,11 +69,10 @@ class DecoderSpec:
         return shapes | norm_shapes({**norms, FINAL_NORM: hidden}, self.norm)
 
     def head_shapes(self) -> ParameterShapes:
-        """A tied head has the embedding's weight instead."""
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Token and position tables: a step looks them up instead of multiplying."""
+        """Token and position tables, which a step only looks up."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -88,14 +84,12 @@ class DecoderSpec:
             name, layer_shapes = f"model.layers.{index}", ParameterShapes()
             for sublayer in layer:
                 shapes = sublayer.parameter_shapes(name, hidden)
-                # A norm that two sublayers of a layer read counts once.
                 repeated = count_parameters({key: shapes[key] for key in shapes.keys() & layer_shapes.keys()})
                 costs += sublayer.step_costs(name, hidden) + StepCosts(dense_parameters=-repeated)
                 layer_shapes |= shapes
         return costs
 
     def adaptable_linears(self) -> LinearSizes:
-        """Includes embedding and head."""
         hidden = self.hidden_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):
@@ -124,7 +118,6 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """None if processes can divide the layers."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -134,12 +127,10 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     def context_parallel_error(self) -> str | None:
-        """None if ranks can divide a sequence's tokens."""
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
@@ -155,7 +146,6 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replace attention per layer; None keeps it."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,
@@ -168,8 +158,6 @@ class DecoderSpec:
         )
 
     def replace_sublayer_fields(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
-        """A list or tuple has one value per layer."""
-
         def replace_fields(each: SublayerSpec, layer: int) -> SublayerSpec:
             own_fields = {
                 name: value[layer] if isinstance(value, list | tuple) else value for name, value in fields.items()

@@ -10,25 +10,19 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Modules of MTP layers only: norms of the embedding and of the hidden state, the linear that joins both, and the last
-norm.
-"""
+"""Only MTP layers have these: norms of both inputs, the linear that joins them, and the last norm."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-"""Norms of embeddings, of hidden states, and of the head's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """One or two layers, preceded by norms and a linear."""
-
     layers: tuple[LayerSpec, ...]
     hidden_size: int
     norm: NormSpec
 
     @classmethod
     def from_decoder(cls, spec: DecoderSpec) -> MTPSpec:
-        """`spec`: a decoder of just these layers."""
         return cls(spec.layers, spec.hidden_size, spec.norm)
 
     @property
@@ -36,7 +30,6 @@ class MTPSpec:
         return {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers, embedding and head."""
         size = self.hidden_size
         norms = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), size)
         return linear_shapes([EH_PROJ], size, 2 * size) | norm_shapes(norms, self.norm)
@@ -52,13 +45,12 @@ class EagleSpec:
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """Bias of the linear that joins the inputs into one hidden state."""
     aux_layers: tuple[int, ...] = ()
-    """EAGLE-3 reads the inputs of these decoder layers."""
+    """Decoder layers whose inputs EAGLE-3 reads."""
     norm_before_residual: bool = False
-    """EAGLE-3: the residual stream starts with the normed hidden state."""
+    """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own head; None: it uses the decoder's, like EAGLE."""
+    """Only EAGLE-3 sets this; None: the decoder's head."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 
@@ -67,7 +59,6 @@ class EagleSpec:
         return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
 
     def outer_shapes(self) -> ParameterShapes:
-        """Everything but the layers, token map and embedding."""
         size = self.hidden_size
         shapes = linear_shapes([EAGLE_FC], size, (len(self.aux_layers) or 2) * size, bias=self.fc_bias)
         if self.draft_vocab_size is None:
@@ -83,7 +74,7 @@ class EagleSpec:
 class MedusaSpec:
     num_heads: int
     num_blocks: int
-    """Linears of a head before its last one."""
+    """Linears of a head before its last."""
     hidden_size: int
     vocab_size: int
 

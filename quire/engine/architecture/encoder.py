@@ -24,11 +24,8 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeightNames:
-    """Names in layers follow `layer_template`."""
-
     word_embeddings: str
     layer_template: str
-    """{} is the layer's index."""
     qkv: tuple[str, ...]
     out: str
     attention_norm: str
@@ -43,9 +40,7 @@ class EncoderWeightNames:
     relative_attention_bias: str | None = None
     """[buckets, heads]."""
     layer_scales: tuple[str, str] | None = None
-    """Per-channel factors of both sublayers' outputs."""
     qk_norms: tuple[str, str] | None = None
-    """RMSNorms over all heads of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +53,34 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer; None: NoPE."""
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """ForSequenceClassification's linears, for a hidden size and number of labels."""
+    """Arguments: hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0: none."""
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
-    """Buckets of relative positions, in one table for all layers."""
     bias: bool = True
     qkv_bias: bool = True
-    """Requires `bias`."""
+    """Has an effect only with `bias`."""
     up_bias: bool = True
-    """Requires `bias`."""
+    """Has an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
-    """Gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate follows `up`."""
     pre_norm: bool = False
-    """Norms precede sublayers; the first layer's attention has none."""
+    """Norms precede sublayers, except in the first layer's attention."""
     has_first_layer_norm: bool = False
-    """With `pre_norm`, the first layer's attention has a norm too."""
     has_rms_norms: bool = False
-    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
-    """Per layer; (): the first."""
+    """One per layer; () means 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
-    """Prompts are padded to the maximum length; attention includes padding."""
+    """Attention includes the padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -101,7 +90,6 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """In tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:
@@ -123,11 +111,9 @@ class EncoderSpec:
         return shapes
 
     def table_parameters(self) -> int:
-        """Token, position and segment tables."""
         return (self.vocab_size + self.positions + self.segments) * self.hidden_size
 
     def step_costs(self) -> StepCosts:
-        """The embedding counts as an output head."""
         word_embeddings = self.vocab_size * self.hidden_size
         lookups = self.table_parameters() - word_embeddings
         return StepCosts(

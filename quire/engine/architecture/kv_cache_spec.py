@@ -3,22 +3,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens hashed together in larger blocks. A cached prefix may end after any piece."""
+"""Tokens per hash in larger blocks. A cached prefix may end after any piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedState:
-    """Keys and values per token, in KV blocks."""
-
     paged_values_per_token: int
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
     head: int = 0
-    """Elements of one key if layers differ: their blocks have different shapes."""
+    """Elements of one key; 0 if all layers are equal."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Bytes in pages. kv_width: bytes per key or value element; model_width: bytes per element of the model's
-        dtype; head_scale_bytes: extra bytes per head for scales of quantized elements.
+        """Widths are bytes per element of keys and values, and of the model's dtype. head_scale_bytes: scales of
+        quantized heads.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -26,12 +24,11 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, for
-    other sequences to continue from.
+    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, from
+    which other sequences can continue.
     """
 
     channels: int
-    """Elements per column."""
     columns: int
     """Earlier tokens that a token sees."""
     window: None = None
@@ -41,24 +38,21 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Like PagedState's, but columns are never quantized to few bits."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Drafts have separate columns because they may be rejected. `width`: bytes per element."""
+        """Draft tokens have their own columns, because they may be rejected. `width`: bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
     """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. This
-    is too large for KV blocks: a cached prefix needs a snapshot.
+    is too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int
-    """Elements per column."""
     columns: int
-    """Earlier tokens that a token sees."""
     heads: int
     key: int
     value: int
@@ -71,7 +65,7 @@ class MatrixState:
         return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Matrices are float32; `width`: bytes per other element."""
+        """Matrices are float32. `width`: bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices
@@ -79,10 +73,7 @@ class MatrixState:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """For a layer that reads another layer's KV blocks."""
-
     layer: int
-    """Index of an earlier layer."""
     window: int | None
     paged_values_per_token: int = 0
 

@@ -22,24 +22,20 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Elements of keys and queries that are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
-    """A head's unrotated elements."""
     v_head_dim: int
     q_lora_rank: int | None
-    """Elements of query latents; None: no latents."""
+    """None: no query latents."""
     scale: float
     rope: dict[str, Any] | None
-    """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
     norm: NormSpec
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """Applies to o_proj and the linears that make latents."""
+    """o_proj and the linears that make latents have biases."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of a cached key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -56,12 +52,10 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def attention_width(self) -> int:
-        """Mean of the widths of keys and values."""
         return self.num_heads * (self.qk_rope_head_dim + self.qk_nope_head_dim + self.v_head_dim) // 2
 
     @property
     def kv_formula(self) -> str:
-        """As in AttentionLayerSpec."""
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -83,7 +77,7 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Without kv_b_proj: the layer converts its weight."""
+        """Excludes kv_b_proj, whose weight the layer converts."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
         del linears[f"{layer}.self_attn.kv_b_proj"]
         return linears

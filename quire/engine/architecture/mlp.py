@@ -20,15 +20,12 @@ class MLPSpec(SublayerSpec):
     """Gated: silu or gelu_tanh. Ungated: all but silu."""
     input_norm: bool = True
     output_norm: bool = False
-    """Applied before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
-    """Reads attention's input norm."""
     multipliers: tuple[float, float] = (1.0, 1.0)
-    """Factors of the gate function's input and of the output."""
+    """Factors of the gate's input and of the output."""
     name: str = "mlp"
-    """Checkpoint name within the layer."""
     output_norm_name: str = "post_feedforward_layernorm"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

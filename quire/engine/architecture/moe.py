@@ -21,12 +21,10 @@ from quire.kernels.parameters.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """MLP for every token, gated like the experts."""
-
     intermediate_size: int
     name: str
     gate_name: str | None = None
-    """Linear with one output; its sigmoid scales the MLP's output."""
+    """The sigmoid of this linear's only output scales the MLP's output."""
     bias: bool = False
 
 
@@ -36,7 +34,6 @@ class LatentMoESpec:
 
     latent_size: int
     projection_names: tuple[str, str]
-    """Checkpoint names within the layer: into the latent space, and out of it."""
     bias: bool = False
 
 
@@ -45,41 +42,33 @@ class MoELayerSpec(SublayerSpec):
     num_experts: int
     routing: Routing
     intermediate_size: int
-    """Per expert."""
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
     """None: experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
-    """Applied to the experts' summed output, before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
-    """Router weights are always float32."""
     correction: str | None = None
-    """Name of a bias that only affects the choice of experts."""
+    """Bias that affects only the choice of experts."""
     correction_row: bool = False
-    """The bias is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
-    """False: experts and shared experts use squared ReLU."""
+    """Otherwise all experts use squared ReLU."""
     shares_norm: bool = False
-    """Reads attention's input norm."""
     parallel: bool = False
-    """Experts read the previous sublayer's input; outputs are summed."""
+    """Experts read the previous sublayer's input; both outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """Checkpoint names within the layer: input norm, output norm."""
     gelu: bool = False
-    """Gates use tanh GELU, not SiLU."""
     router_scale: str | None = None
-    """Name of a factor of the router's input, after a weightless norm and scaling by hidden^-0.5."""
+    """Scale of the router's input, after a norm without weights and scaling by hidden^-0.5."""
     expert_scales: str | None = None
-    """Name of the expert weights' factors."""
     is_expert_parallel: bool = False
-    """Ranks have whole experts."""
+    """Ranks divide experts, not the linears."""
     name: str = "mlp"
-    """Module within the layer that contains router and linears; "": the layer itself."""
+    """Module with router and linears; "": the layer itself."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -115,11 +104,10 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Only linears that every token uses, without the shared expert's gate."""
+        """Lists only linears that every token uses, except the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Parameters that every token uses: shared expert and latent projections."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size
@@ -131,7 +119,6 @@ class MoELayerSpec(SublayerSpec):
         return shapes
 
     def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Routed experts only."""
         width = hidden_size if self.latent is None else self.latent.latent_size
         up_names = (self.gate, self.up) if self.gated else (self.up,)
         shapes = ParameterShapes()

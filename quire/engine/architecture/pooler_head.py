@@ -8,12 +8,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class HeadLayerSpec:
     name: str
-    """Tensor name without .weight or .bias."""
     in_features: int
     out_features: int
     bias: bool = True
     activation: str = "identity"
     norm: str | None = None
-    """LayerNorm after the activation."""
     norm_bias: bool = False
     eps: float = 0.0

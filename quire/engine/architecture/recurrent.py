@@ -1,4 +1,4 @@
-"""Sublayers with a constant-size state: delta nets, Kimi Delta Attention, Mamba-2, Mamba, short convolutions."""
+"""Sublayers with a state of constant size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """Keeps a [key, value] matrix per head, and a convolution's last columns."""
-
     num_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """Tokens that the convolution sees, the current one included."""
     norm: NormSpec
 
     @property
@@ -32,7 +29,7 @@ class MatrixStateSpec(SublayerSpec):
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """Elements kept per draft token, without its column."""
+        """Elements kept per draft token, in addition to its column."""
 
     @property
     def num_channels(self) -> int:
@@ -52,14 +49,13 @@ class MatrixStateSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
-    """Heads are value heads. The output norm lacks a weight offset."""
+    """Heads are value heads. The output norm has no weight offset."""
 
     num_key_heads: int
-    """Key heads serve equally many value heads."""
+    """All key heads serve the same number of value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
         return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -91,15 +87,14 @@ class DeltaNetSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionSpec(MatrixStateSpec):
-    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates are projected
-    through `low_rank` elements. The output norm lacks a weight offset.
+    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates have low-rank
+    projections.
     """
 
     low_rank: int
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
         return (self.num_heads, self.key_dim), (self.num_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -142,27 +137,23 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """`key_dim`: elements of b and c. `value_dim`: elements of a head's x."""
 
     num_groups: int
-    """A group's heads share b and c."""
     result_eps: float
     bias: bool = False
-    """Applies to in_proj only."""
+    """Only in_proj has a bias."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Per group, after or before the gate."""
+    """Norms each group after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Bounds of time steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """Reads attention's norm of the stream, before attention's output is added."""
+    """Reads the same norm as the layer's attention."""
     joins_input_only: bool = False
-    """The previous sublayer's output is added to this one's input, but not to the stream."""
+    """Adds the previous output to this input, not to the stream."""
     parent_module: str = ""
-    """Checkpoint module within the layer that contains this one; "": the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """x, b and c."""
         return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -189,17 +180,13 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """A head is a group of `value_dim` channels computed together. `key_dim`: elements of a channel's state, of b and
-    of c.
-    """
+    """A head is a group of `value_dim` channels. `key_dim`: elements of a channel's state, of b and of c."""
 
     dt_rank: int
-    """Elements that time steps are projected from."""
     bias: bool = False
-    """Applies to in_proj and out_proj."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection; plain: without weights."""
+    """Norms of b, c, and the input of dt's projection. plain: without weights."""
     inner_eps: float = 1e-6
 
     @property
@@ -232,12 +219,10 @@ class MambaLayerSpec(MatrixStateSpec):
 class ShortConvSpec(SublayerSpec):
     num_channels: int
     conv_width: int
-    """Tokens that a token sees, itself included."""
     norm: NormSpec
     bias: bool = False
-    """Applies to both linears and the convolution."""
+    """Both linears and the convolution have biases."""
     output_norm: bool = False
-    """Applied before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

@@ -32,10 +32,9 @@ class SharedTransformerSpec(SublayerSpec):
     weights_layer: int
     """Layer that holds the weights in a checkpoint."""
     use_index: int
-    """Index among all uses, in names of low-rank linears."""
     adapter_rank: int
     adapts_attention: bool
-    """Q, K and V have low-rank linears too, not only the MLP."""
+    """Q, K and V also have low-rank linears."""
 
     @property
     def kv_cache_spec(self) -> PagedState:
@@ -64,11 +63,9 @@ class SharedTransformerSpec(SublayerSpec):
         return self.attention.kv_formula
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
-        """Every use reads the shared weights."""
         return super(SharedTransformerSpec, self).step_costs(f"model.layers.{self.weights_layer}", hidden_size)
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Shared weights belong to `weights_layer`."""
         weights = self.weights_prefix
         attention = self.attention
         shapes = linear_shapes([f"{layer}.linear"], hidden_size, hidden_size)
@@ -93,16 +90,15 @@ class SharedTransformerSpec(SublayerSpec):
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """The low-rank linears below this name are .0 and .1."""
+        """Prefix of .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """The low-rank linears below this name are .0, .1.gate and .1.up."""
+        """Prefix of .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Each use can have its own LoRA adapters."""
         prefix = f"{layer}.{SHARED_TRANSFORMER}"
         shapes = self.attention.parameter_shapes(prefix, hidden_size)
         shapes |= mlp_shapes(f"{prefix}.feed_forward", self.intermediate_size, hidden_size)

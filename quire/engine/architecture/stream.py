@@ -12,8 +12,6 @@ PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 @dataclass(frozen=True, slots=True)
 class OutputNormSpec(SublayerSpec):
-    """Norms the previous sublayers' output before the residual addition."""
-
     norm: NormSpec
     norm_name: str
 
@@ -23,7 +21,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """Multiplies the stream, with pending output, by a learned number."""
+    """A learned number multiplies the stream, including output not yet added."""
 
     scalar_name: str
 
@@ -35,11 +33,10 @@ class LayerScalarSpec(SublayerSpec):
 class PerLayerInputsSpec:
     vocab_size: int
     size_per_layer: int
-    """Elements per token."""
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Image tokens use its embeddings."""
+    """Image tokens use this token's embeddings."""
 
     @property
     def total_size(self) -> int:
@@ -53,8 +50,6 @@ class PerLayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputGateSpec(SublayerSpec):
-    """Gates a layer's own embeddings into the stream."""
-
     size_per_layer: int
     layer_index: int
     norm: NormSpec

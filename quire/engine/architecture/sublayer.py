@@ -8,20 +8,14 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs of a step in a sublayer or a whole model."""
-
     dense_parameters: int
-    """Parameters that every token is multiplied with, counted once per read. Excludes lookup tables and routed experts.
-    """
+    """Excludes lookup tables and routed experts. A parameter counts once per read."""
     head_parameters: int = 0
-    """The output head's, tied or not. Only sampled tokens are multiplied with it."""
+    """Only sampled tokens are multiplied with them."""
     num_experts: int = 0
-    """Routed experts per layer."""
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """Routed experts' parameters in all layers."""
     attention_width: int = 0
-    """Query heads times head size, summed over attention layers."""
 
     def __add__(self, other: StepCosts) -> StepCosts:
         return StepCosts(
@@ -43,7 +37,6 @@ class StepCosts:
 
     @property
     def active_parameters(self) -> int:
-        """Includes only the routed experts that one token uses."""
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
@@ -51,19 +44,15 @@ class StepCosts:
         return 2 * self.active_parameters + 4 * self.attention_width * context
 
     def prefill_flops(self, tokens: int) -> int:
-        """Samples only from the last token."""
         body = self.active_parameters - self.head_parameters
         return tokens * 2 * body + 2 * self.head_parameters + 2 * self.attention_width * tokens**2
 
 
 class SublayerSpec:
-    """Subclasses are frozen dataclasses."""
-
     __slots__ = ()
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None: keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -72,7 +61,6 @@ class SublayerSpec:
 
     @property
     def attention_width(self) -> int:
-        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
@@ -83,10 +71,8 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
         return None
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """None if `size` is a multiple of `ranks`."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

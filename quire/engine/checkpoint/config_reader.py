@@ -1,4 +1,4 @@
-"""Reads config.json. No torch."""
+"""Reads config.json without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields under Llama's names, with the family's defaults. `raw` is a config.json or its text part."""
+    """Fields under Llama's names, with the family's defaults."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -39,7 +39,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get("sliding_window_pattern") == 0:
             fields["sliding_window_pattern"] = None
         defaults = {name: value for name, value in family.defaults.items() if fields.get(name) is None}
-        if fields.get("rope_scaling"):  # RoPE of older files
+        if fields.get("rope_scaling"):
             defaults.pop("rope_parameters", None)
         fields |= defaults | {name: value for name, value in family.missing_defaults.items() if name not in fields}
         if family.fill_derived_fields is not None:
@@ -50,7 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A multimodal model's text decoder has its own object, which overrides outer fields."""
+    """A text decoder's own object overrides outer fields."""
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -67,7 +67,6 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """Raises ModelError for anything but an object."""
     for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -75,7 +74,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """False: transformers' class computes the model. An encoder's config.json may describe a decoder."""
+    """If not, transformers' class computes the model. An encoder's config.json may describe a decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -88,7 +87,6 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """None if supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -102,7 +100,6 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Fields must already be checked."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -118,7 +115,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """Raises ModelError if `impl` asks for a missing family."""
+    """Raises ModelError if `impl` requires a missing family."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -134,14 +131,13 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized: a CPU then computes in float32 with a bfloat16 KV cache, in the same
-    memory (docs/guides/quantization.md).
+    """True if nearly all matrices are quantized. float32 with a bfloat16 KV cache then takes the same memory
+    (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Without a dtype, quantized checkpoints are bfloat16, as gpt-oss is; others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -186,8 +182,6 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raise ModelError for contradictory fields."""
-
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
 
@@ -209,7 +203,6 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
-    """Raises ModelError naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -218,7 +211,6 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names to the file's, where they differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()
@@ -230,7 +222,6 @@ def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
-    """Applies to ModelErrors."""
     try:
         yield
     except ModelError as error:

@@ -24,7 +24,6 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """Raises ModelError."""
     with use_file_names_in_errors(config.file_field_names):
         if (family := find_decoder_family(config.model_type)) is None:
             known = ", ".join(decoder_model_types())
@@ -35,7 +34,6 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ModelError for an activation that the family lacks."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (
@@ -48,19 +46,19 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
 
 
 def is_encoder(config: ModelConfig) -> bool:
-    """False for encoders that transformers' class computes: it makes decoders of some."""
+    """False if transformers' class makes it a decoder."""
     return config.transformers_config is None and find_encoder_family(config.model_type) is not None
 
 
 def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
-    """Raises ModelError for unsupported models."""
+    """Raises ModelError."""
     family = find_encoder_family(config.model_type)
     assert family is not None, f"{config.model_type} is not an encoder"
     return family.build_spec(config)
 
 
 def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
-    """None for non-encoders. Raises ModelError."""
+    """None if the model is not an encoder. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_encoder_family(text_fields.get("model_type")) is None:
         return None
@@ -69,7 +67,7 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """None without a family. The text part alone may have one. Raises ModelError for unsupported models."""
+    """None without a family. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")
@@ -82,7 +80,7 @@ def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
 def build_eagle_spec(
     model: ModelConfig, num_target_layers: int, tensor_names: Collection[str] = (), *, is_eagle3: bool
 ) -> EagleSpec:
-    """`num_target_layers`: the served decoder's. Raises ModelError."""
+    """`num_target_layers` counts the served decoder's layers. Raises ModelError."""
     if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
     eagle3_fields: dict[str, Any] = {}
@@ -105,7 +103,6 @@ def build_eagle_spec(
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs EAGLE-3 reads; by default an early, a middle and a late one."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")

@@ -1,4 +1,4 @@
-"""Selects and verifies files. The hub's client downloads them to its shared cache, resumes, and works offline."""
+"""Selects and verifies files. The hub's client downloads and caches them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
-"""Used if a repository has no safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""Minimum per request; most headers fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
     size: int
     sha256: str | None
-    """None for small files: they are in git."""
+    """None for small files, which git stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """Keyed by path. None if the hub is unreachable and only the cache has the file."""
+    """By path. None if the hub is unreachable and the file is cached."""
     commit: str
 
     @property
@@ -46,12 +44,11 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Empty if the repository has safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """Return the snapshot's folder, or the first part of its GGUF file. `refresh` asks the hub even for cached models.
+    """Return the snapshot's folder, or the first part of its GGUF file. `refresh`: ask the hub even for cached models.
     Raises ModelError.
     """
     revision = name.revision or revision
@@ -75,7 +72,6 @@ def download_files(name: HubName, revision: str | None, patterns: Sequence[str])
 
 
 def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
-    """Raises ModelError."""
     models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
@@ -108,7 +104,6 @@ def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
 
 
 def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing, patterns: Sequence[str]) -> Path:
-    """Checks the SHA-256 of new files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
@@ -128,7 +123,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Delete the file and raise ModelError on a mismatch."""
+    """Deletes the file and raises ModelError if it differs."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -143,7 +138,6 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
-    """Relies on the documented cache layout."""
     from huggingface_hub import constants  # takes 10 ms; the client's import takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
@@ -157,7 +151,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """None unless all parts are cached. Does not ask the hub."""
+    """None unless all parts are cached."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -180,8 +174,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
-    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers, a few MB, into sparse files
-    of full size, and return the first file. Raises ModelError.
+    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers into sparse files of full
+    size, and return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):

@@ -21,7 +21,6 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    """Raises ModelError for the client's errors."""
     # The HTTP library's base class, also of connection errors.
     from huggingface_hub.errors import HTTPError
 
@@ -58,7 +57,6 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """None if it was not a refusal."""
     from huggingface_hub import errors, get_token
 
     token = get_token()
@@ -84,7 +82,6 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
 
 
 def _explain_write_failure(error: OSError, name: HubName) -> str | None:
-    """None for other errors."""
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
@@ -116,7 +113,7 @@ def _find_similar_repo(repo: str) -> str | None:
 
 
 def check_disk_space(name: HubName, needed_bytes: int) -> None:
-    """Raise ModelError if the cache's disk lacks space."""
+    """Raises ModelError if the cache's disk lacks space."""
     free_bytes = _free_disk_bytes()
     if free_bytes is not None and needed_bytes > free_bytes:
         sizes = f"{needed_bytes / _GIB:.1f} GiB are needed, {free_bytes / _GIB:.1f} GiB are free"
@@ -133,7 +130,6 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
-    """Bytes that this user may write to the disk of the hub's cache; None if unknown."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

@@ -1,4 +1,4 @@
-"""Hub names as Ollama, llama.cpp's `-hf` and browsers write them: `OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`,
+"""Names as Ollama, llama.cpp's `-hf` and browsers write them: `OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`,
 `https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf`.
 """
 
@@ -23,10 +23,8 @@ _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 class HubName:
     repo: str
     tag: str | None = None
-    """Quantization in a GGUF file's name, such as Q4_K_M; ANY_GGUF: the nearest to it."""
     file: str | None = None
     revision: str | None = None
-    """Set by a URL with a revision."""
 
     @property
     def wants_gguf(self) -> bool:
@@ -74,7 +72,6 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """None for non-URLs."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

@@ -1,7 +1,7 @@
-"""Groups layers that share a block table; sliding-window layers keep only their window.
+"""Groups layers that share a block table, so that sliding-window layers keep only their window.
 
-A group's layers have the same window, and groups have equally many layers: any block serves any group (blocks: Kwon et
-al., 2023; equal groups as in vLLM). No torch, for `quire plan`.
+All layers of a group have the same window, and all groups the same number of layers, so any block serves any group
+(blocks: Kwon et al., 2023; equal groups: vLLM).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _MAX_GROUPS = 8
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
-    """Per group: tokens that a token sees, itself included; None: all. Earlier blocks are freed."""
+    """Per group: tokens that a token sees, itself included; None: all."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
-    """Per layer: index among a block's layers."""
 
     @property
     def num_groups(self) -> int:
@@ -39,7 +38,6 @@ class KVCacheGroups:
 
     @property
     def layers_per_block(self) -> int:
-        """A group may have fewer."""
         return max(self.layer_index_in_block) + 1
 
 
@@ -48,7 +46,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Setting that makes windowed layers keep all tokens."""
+    """Setting that makes sliding-window layers keep all tokens."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # tiers keep blocks of all layers
         if getattr(config, key):
             return key
@@ -72,9 +70,7 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Context length that RoPE is computed for; None if RoPE does not depend on it. `by_transformers`: transformers'
-    class computes the model. Raises ConfigError if rope_context has no effect.
-    """
+    """Context length that RoPE is computed for, if it matters. Raises ConfigError if rope_context has no effect."""
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
     if not rope_depends_on_context(text_fields, by_transformers=by_transformers, has_longrope=has_longrope):
@@ -82,12 +78,12 @@ def resolve_rope_context(
             "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
         )
         return None
-    # Not the context that memory allows: tokens would change with a restart.
+    # Not the context that memory allows, because tokens would change with a restart.
     return config.rope_context or config.max_model_len or max_position
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window: all layers then see all of it."""
+    """With disable_sliding_window, end the context at the narrowest window."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -104,7 +100,6 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
 
 
 def max_draft_tokens_per_step(config: EngineConfig) -> int:
-    """Per sequence."""
     return (config.speculative_config or SpeculativeConfig(method="grammar")).max_draft_tokens
 
 
@@ -114,8 +109,7 @@ def build_kv_cache_groups(
     """Choose the layers per block that minimize the memory of `max_context` tokens.
 
     One group keeps all tokens if several would save nothing, with `keep_all_tokens`, or if layers keep different
-    states, because not every block could then serve every layer. A layer that reads another layer's blocks joins its
-    group.
+    states, because not every block could then serve every layer.
     """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states
@@ -155,7 +149,7 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups`: only layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
+    """`groups` cover layers with their own KV blocks."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -181,7 +175,7 @@ def _assign_layers_to_groups(
         first_group_by_window[window] = len(windows)
         windows += [window] * -(-count // layers_per_block)
     group_of_layer, layer_index_in_block = [], []
-    for window in effective_windows:  # round-robin: pipeline stages get equally many layers of each group
+    for window in effective_windows:  # round-robin, so that pipeline stages get the same number of layers of each group
         num_groups = -(-layers_by_window[window] // layers_per_block)
         group_of_layer.append(first_group_by_window[window] + num_assigned[window] % num_groups)
         layer_index_in_block.append(num_assigned[window] // num_groups)
@@ -190,7 +184,6 @@ def _assign_layers_to_groups(
 
 
 def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
-    """Most blocks of a group that a sequence of `num_blocks` blocks holds at once."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
@@ -198,21 +191,20 @@ def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks:
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """Blocks that a sequence holds, for steps of up to `max_chunk_tokens`."""
+    """Blocks of a sequence, for steps of up to `max_chunk_tokens`."""
 
     windows: tuple[int | None, ...]
     block_size: int
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Sum over groups, without the first `cached_blocks`."""
+        """Excludes the first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
-        """Longest sequence that fits, up to `max_tokens`."""
         low, high = 0, -(-max_tokens // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2
@@ -223,5 +215,4 @@ class KVBlockNeeds:
         return min(low * self.block_size, max_tokens)
 
     def first_visible_block(self, window: int, position: int) -> int:
-        """First block that the token at `position` sees."""
         return max(position - window + 1, 0) // self.block_size

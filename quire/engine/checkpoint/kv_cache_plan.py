@@ -1,4 +1,4 @@
-"""Plans the KV cache. No torch, for `quire plan`."""
+"""Plans the KV cache, without torch, for `quire plan`."""
 
 from __future__ import annotations
 
@@ -16,48 +16,39 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
+"""This includes scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
-"""Bits per weight of embedding and head, if quantized at load."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""Extra bytes per head and token, by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
+"""Bytes per head and token for scales, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
-"""Share of the memory that is free after loading."""
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""Applies unless state_memory is set."""
+"""state_memory overrides this."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
-"""By default, states get at most a third of a GPU's free memory."""
 MIN_BLOCK_BYTES = 256
-"""Bookkeeping, such as hashes, if layers keep nothing in blocks."""
+"""For bookkeeping if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate for CUDA, its libraries and PyTorch before any tensor."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Decode rows in mixed-batch CUDA graphs (engine/worker/graphs/mixed_batch_graphs.py). Up to about 300 rows, an H100
-reads weights longer than it multiplies.
-"""
+"""Up to about 300 rows, an H100 takes longer to read weights than to multiply."""
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""An unmeasured assumption."""
+"""This is an unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
-"""An unmeasured assumption. By NCCL's sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0), a call takes
-512 bytes for each of up to 32 channels before 2.22. Since then, collectives lie in kernel arguments, up to 4 KB.
+"""An unmeasured assumption. In NCCL before 2.22 (src/enqueue.cc, `uploadWork`), a call takes 512 bytes for each of up
+to 32 channels. Later versions pass collectives as kernel arguments, up to 4 KB.
 """
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""An assumption for all graphs of a drafter: thirty of a small model, or a hundred of one or two layers. They share the
-served model's memory pool.
-"""
+"""This is an unmeasured assumption."""
 
 MeminfoReader = Callable[[str], int | None]
 
 
 def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    """Includes decode rows."""
     rows = [size for size in MIXED_GRAPH_DECODE_SIZES if size < 2 * max_num_seqs] or MIXED_GRAPH_DECODE_SIZES[:1]
     return rows[-1] + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
 
@@ -70,9 +61,7 @@ def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Memory above the largest step's. Without `max_graph_tokens`, only decodes are captured, in a pool for fewer
-    tokens.
-    """
+    """Memory beyond that of the largest step. Without `max_graph_tokens`, only decodes are captured."""
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes
@@ -86,19 +75,16 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Each of `num_blocks` blocks is divided into one per group."""
+    """Each block is divided into one per group."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
-    """Over all layers."""
     max_model_len: int
     sizing_summary: str
     windows: tuple[int | None, ...] = (None,)
     blocks_per_context: int = 1
-    """Most blocks of a full context, in all groups together."""
     state_bytes: int = 0
-    """Total of all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -112,11 +98,10 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside blocks. One more slot takes results that belong to no sequence."""
+    """Slots for states outside blocks. One extra slot takes results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
-    """Slots for cached prefixes with states too large for blocks."""
 
     @property
     def num_slots(self) -> int:
@@ -133,9 +118,8 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """`state_memory_gib` overrides the default: on a GPU, memory for max_num_seqs sequences and as many snapshots, up
-    to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, at least half is for
-    snapshots. Raises ConfigError.
+    """Default on a GPU: max_num_seqs sequences and as many snapshots, up to a third of `available` bytes; on a CPU:
+    half of `available`, up to 2 GiB. With prefix caching, at least half is for snapshots. Raises ConfigError.
     """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
@@ -157,12 +141,12 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """By default, the embedding is quantized if the model is."""
+    """By default the embedding is quantized if the model is."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raise ConfigError if it exceeds the positions."""
+    """Raises ConfigError if it exceeds the model's positions."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -170,12 +154,12 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Return bytes. `available` is measured after loading."""
+    """Returns bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Return bytes. `free` is measured after loading; `utilization` is the share of `total` in use in the end."""
+    """Returns bytes. `utilization`: share of `total` to be used in the end."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -187,8 +171,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, its blocks in all groups together, and the blocks per group, at most as many as
-    max_num_seqs full contexts need. A given max_model_len may not fit; callers check.
+    """Return the context in tokens, its blocks in all groups, and the blocks per group. Does not check whether
+    max_model_len fits.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -197,7 +181,6 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
-    """Empty without windows."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -213,8 +196,6 @@ def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_c
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Bytes of a block in all layers."""
-
     num_bytes: int
     formula: str
 
@@ -230,9 +211,7 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """Fit blocks and context into `available_bytes`, less `state_bytes`. A given num_blocks may exceed memory. Raises
-    ConfigError if max_model_len exceeds the positions or memory.
-    """
+    """A given num_blocks may exceed memory. Raises ConfigError if max_model_len does not fit."""
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
     available_blocks = num_blocks
@@ -291,7 +270,6 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Empty without states outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -299,7 +277,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """Return bytes; None without /proc/meminfo."""
+    """Bytes; None without /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -308,13 +286,12 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Minimum of the machine's and the control group's free memory; 8 GiB if both are unknown."""
+    """Returns 8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
 
 def total_host_bytes() -> int | None:
-    """Respects the control group's limit. None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
@@ -330,7 +307,9 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raise ConfigError if weights exceed free memory: the system would kill a process after minutes of loading."""
+    """Raises ConfigError if weights exceed free memory. Otherwise the system would kill the process after minutes of
+    loading.
+    """
     if weights is None or (free := meminfo("MemAvailable")) is None:
         return
     # CPU kernels may compress bfloat16 to 12 bits: see kernels/cpu/compress12.h.
@@ -348,13 +327,12 @@ def check_weights_fit_memory(
 
 
 def _free_cgroup_bytes() -> int | None:
-    """Reads control groups v2. None if unlimited or unknown."""
+    """None if unlimited or unknown."""
     limit, used = _read_cgroup_bytes("memory.max"), _read_cgroup_bytes("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _read_cgroup_bytes(name: str) -> int | None:
-    """Reads control groups v2. None if missing or unlimited."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):

@@ -1,6 +1,4 @@
-"""Layers per pipeline stage (Huang et al., 2019, GPipe), and layers to stream (kernels/streaming). No torch, for `quire
-plan`.
-"""
+"""Layers per pipeline stage (GPipe: Huang et al., 2019), and layers to stream (kernels/streaming)."""
 
 from __future__ import annotations
 
@@ -11,15 +9,11 @@ from itertools import pairwise
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 
 STREAMED_LAYER_SLOTS = 2
-"""The layer being computed, and the next one."""
 DEFAULT_LAYER_MEMORY_FRACTION = 0.5
-"""Share of the memory that is free once weights are on disk."""
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Divide equally; any remainder goes to the first stages, since the last one has the head and samples. Stages may
-    be empty.
-    """
+    """The first stages take any remainder, because the last one also samples. Stages may be empty."""
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 
@@ -34,13 +28,11 @@ def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheG
 
 
 def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[int]:
-    """Omits stages without layers."""
     layers_by_stage = split_layers_into_stages(len(groups.group_of_layer), num_stages)
     return [stage_kv_cache_groups(groups, each).layers_per_block for each in layers_by_stage if each]
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
-    """While the layers in between are computed, the next picked one is loaded."""
     return [
         layer
         for layer in range(num_layers)
@@ -49,7 +41,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """Return the fewest layers to stream that let the rest fit. Raises ValueError if the slots alone do not fit."""
+    """The fewest layers to stream. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -63,7 +55,7 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """Return the most layers that fit elsewhere. Raises ValueError if this saves no memory."""
+    """The most layers that fit elsewhere. Raises ValueError if this saves no memory."""
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

@@ -19,7 +19,6 @@ _CATALOG_FILE = Path(__file__).with_name("catalog.toml")
 class CatalogEntry:
     name: str
     use_case: str
-    """chat, code, embed or rerank."""
     hub_name: HubName
     licence: str
     gigabytes: float | None
@@ -28,7 +27,6 @@ class CatalogEntry:
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """Empty if none is near."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -44,12 +42,11 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """By short name, ignoring case. Does not read the table for a path or hub id."""
+    """Ignores case."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """Keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

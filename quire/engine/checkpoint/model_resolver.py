@@ -57,13 +57,12 @@ from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 DRAFT_HEAD_FILE_PATTERNS = (*_MODEL_FILE_PATTERNS, "*.bin", "*.pt")
-"""Many draft heads have PyTorch's format."""
 _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """Return a model's folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
-    download, except for GGUF models. Raises ModelError.
+    """Return the folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
+    download. Raises ModelError.
     """
     path = _local_path(name)
     if path.is_file():
@@ -76,14 +75,13 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
-    """Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Refuses unsupported models before large downloads. Raises ModelError."""
+    """Get the hub's current version. Raises ModelError, before large downloads if the model is unsupported."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -93,13 +91,11 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
-    """Raises ModelError."""
     folder = locate_adapter(name)
     return folder if isinstance(folder, Path) else download_files(folder, None, _ADAPTER_FILE_NAMES)
 
 
 def locate_adapter(name: str) -> Path | HubName:
-    """Raises ModelError."""
     path = _local_path(name)
     if path.is_dir():
         return path
@@ -110,7 +106,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """The setting `weights` must be a local path. Raises ModelError."""
+    """`weights` must be a local path. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -145,7 +141,7 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, fetch only
+    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
     configurations (folder None) or GGUF headers. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
@@ -169,7 +165,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
-    """With what ModelOpt writes beside it. None if there is no such file. Raises ModelError."""
+    """Merged with ModelOpt's file; None if missing. Raises ModelError."""
     content = files.read_json_file(file_name)
     if content is None or files.folder is None:
         return content
@@ -177,13 +173,12 @@ def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[
 
 
 def check_config_fields(raw: dict[str, Any], label: str) -> None:
-    """Raise ModelError naming a field that cannot be planned with."""
+    """Raises ModelError naming a wrong field."""
     with use_file_names_in_errors(file_field_names(raw)):
         convert_parsed_json(parse_text_config(raw, label), PlanConfigFields, label)
 
 
 def _make_temp_dir() -> Path:
-    """Deleted at exit: it is read repeatedly."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -224,7 +219,7 @@ def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) 
 
 
 def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
-    """Unless `forced`, raises ModelError for a class known not to work."""
+    """Raises ModelError for a class that is known not to work, unless `forced`."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:
@@ -268,7 +263,7 @@ def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """{} for greedy models. Raises ModelError for values that no request could have."""
+    """{} for greedy models. Raises ModelError for invalid values."""
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}

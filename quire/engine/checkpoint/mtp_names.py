@@ -1,7 +1,7 @@
-"""Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024). No torch.
+"""Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024).
 
-Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), a layer 0 below `mtp.` (Qwen),
-and several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
+Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), layer 0 below `mtp.` (Qwen), and
+several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
 DeepSeek's names in layer 0.
 """
 
@@ -21,7 +21,6 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-"""Not used by checkpoints that store the MTP layer after the model's last."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -43,18 +42,14 @@ _PER_LAYER_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
 )
-"""Fields that assign kinds to layers, or locate the text part."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPTensorNames:
-    """Names of the first MTP layer's tensors."""
-
     num_main_layers: int
     has_mtp_prefix: bool
-    """Names start with MTP_PREFIX; otherwise the layer's index is num_main_layers."""
+    """Otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
-    """Stored layers that form the layer."""
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
         """None for other tensors and for copies of the model's. GGUF names refer to layer 0."""
@@ -83,7 +78,7 @@ class MTPTensorNames:
 
 
 def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
-    """`path` is a folder or GGUF file. Raises ModelError without MTP layers."""
+    """Raises ModelError without MTP layers."""
     names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if mtp_tensors := [name for name in names if name.startswith(MTP_PREFIX)]:
         output_norms = [
@@ -112,12 +107,12 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter takes stored names. It is true for the text model's tensors, without MTP layers."""
+    """The filter accepts names of text tensors outside MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """The layer is like the model's last, with full attention. Nemotron 3 lists its types."""
+    """Like the model's last layer, with full attention. Nemotron 3 lists its types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

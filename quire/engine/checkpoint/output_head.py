@@ -15,7 +15,6 @@ _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, begin and end in the file."""
 
 
 def correct_tie_word_embeddings(
@@ -33,7 +32,7 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """An equal copy counts as tied. False for missing or broken weights: the loader reports them."""
+    """An equal copy counts as tied. False for broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
@@ -50,7 +49,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """Keyed by last name part. Raises ModelError."""
+    """Keys are last name parts. Raises ModelError."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):

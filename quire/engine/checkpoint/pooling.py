@@ -1,6 +1,5 @@
-"""How a model makes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch: the server
-reads it too.
+"""How a model computes vectors: sentence-transformers' modules
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads.
 """
 
 from __future__ import annotations
@@ -105,16 +104,12 @@ class PoolingConfig:
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
-    """Empty for embeddings."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens that the model was trained for; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to prepend."""
     default_prompt_name: str | None = None
-    """Used if a request names none."""
 
     @property
     def task(self) -> Task:
@@ -124,8 +119,8 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """Unless "auto", `pooling_type` overrides the files. By default decoders pool the last token, encoders the mean,
-    normalized. Raises ModelError naming file and field.
+    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, encoders the mean.
+    Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder:
@@ -180,7 +175,7 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """False without an output head, as in many embedding models. `is_dummy`: no weights are read."""
+    """`is_dummy`: no weights are read."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
@@ -193,8 +188,8 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model embeds only if files or settings define pooling: hidden states mean little otherwise (any two
-    texts score 0.99). Raises ConfigError for an impossible runner.
+    """A generative model embeds only if files or settings define pooling, because its hidden states mean little
+    otherwise (any two texts score 0.99). Raises ConfigError for an impossible runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
     if runner == "generate" and not has_head:
@@ -236,7 +231,6 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """As in sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2

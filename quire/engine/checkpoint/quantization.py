@@ -1,7 +1,7 @@
 """Weight formats of linears: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-tensors
 (https://github.com/vllm-project/compressed-tensors), FP8 as in DeepSeek-V3 (2024) and AutoFP8, bitsandbytes 8-bit
 (Dettmers et al., 2022) and 4-bit (Dettmers et al., 2023), MXFP4 and MXFP8 (Rouhani et al., 2023), ModelOpt
-(https://github.com/NVIDIA/Model-Optimizer). No torch.
+(https://github.com/NVIDIA/Model-Optimizer).
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
 _DOT = re.compile(r"\.")
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
-"""ModelOpt's, beside config.json."""
+"""ModelOpt writes it next to config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-"""Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
 )
-"""Scales of activations and KV cache. Kernels compute activation scales per row; the KV cache has the served dtype."""
+"""Kernels compute activation scales per row, and the KV cache has the served dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +41,24 @@ class WeightFormat:
     """gptq, awq, packed (integers of compressed-tensors), int8, float8, float4, bnb8 or bnb4."""
     bits: int = 8
     group_size: int = 0
-    """Inputs per scale; 0: all inputs."""
+    """Inputs per scale; 0: all."""
     zero_point_offset: int = 0
-    """Added to stored zero points: GPTQ's first version stores one less."""
+    """This is added to stored zero points, because GPTQ's first version stores one less."""
     is_symmetric: bool = True
-    """True: there are no zero points."""
     scale_strategy: str = "channel"
-    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups, with one
-    more scale.
+    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups with one more
+    scale.
     """
     block_shape: tuple[int, int] = (0, 0)
     """(outputs, inputs), for strategy block."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
-    """True: an 8-bit float's scales are powers of two, stored as exponents (e8m0)."""
+    """Scales are powers of two, stored as exponents (e8m0)."""
     is_modelopt: bool = False
-    """True: ModelOpt's tensor names, and NVFP4's global scale is a factor. False: it is a divisor."""
+    """Tensors have ModelOpt's names, and NVFP4's global scale is a factor, not a divisor."""
 
     @property
     def stored_bits(self) -> float:
-        """Per weight, with the scales and zero points of groups."""
         if self.group_size < 1:
             return self.bits
         if self.kind == "float4" or self.has_exponent_scales:
@@ -70,7 +67,6 @@ class WeightFormat:
 
 
 FormatGroups = Sequence[tuple[tuple[str, ...], WeightFormat]]
-"""Patterns of targets, and formats."""
 _MXFP8 = WeightFormat("float8", 8, 32, scale_strategy="group", has_exponent_scales=True)
 _NVFP4 = WeightFormat("float4", 4, 16, scale_strategy="tensor_group", is_modelopt=True)
 _MODELOPT_FORMATS = {
@@ -81,11 +77,10 @@ _MODELOPT_FORMATS = {
     "W4A16_NVFP4": _NVFP4,
     "MXFP8": _MXFP8,
 }
-"""By quant_algo."""
 
 
 class ModulePatterns:
-    """Names of modules, wildcards (fnmatch), and regular expressions after re:."""
+    """Names of modules, fnmatch wildcards, and regular expressions after re:."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ModelError for an invalid or possibly slow regular expression."""
@@ -101,8 +96,8 @@ class ModulePatterns:
         return self._count
 
     def matches(self, linear: str) -> bool:
-        """A regular expression matches the checkpoint's name from its start. A wildcard matches all of the name, a
-        plain name parts between dots, both without the text model's prefix.
+        """A regular expression matches the checkpoint's name from its start. A wildcard matches the whole name, a plain
+        name its parts between dots, both without the text model's prefix.
         """
         if any(expression.match(linear) for expression in self._expressions):
             return True
@@ -121,7 +116,6 @@ class WeightFormatRules:
     ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """None: unquantized."""
         if self.ignored.matches(linear):
             return None
         matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
@@ -129,12 +123,11 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """True: a weight of 16 or 32 bits is unquantized even if no pattern says so, as before ModelOpt 0.39."""
+        """A 16- or 32-bit weight is unquantized even if no pattern says so, as before ModelOpt 0.39."""
         return self.method == "modelopt"
 
     @property
     def mean_stored_bits(self) -> float:
-        """Of quantized weights; 0 without any. Assumes linears of one size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -177,12 +170,10 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`content`: of config.json. ModelOpt describes weights there, in hf_quant_config.json, or in both; config.json
-    wins. It also exports unquantized models. Other methods stay. Raises ModelError.
-    """
+    """config.json (`content`) wins. Unquantized models are exported too. Raises ModelError."""
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
-        return content  # the schema reports it
+        return content
     method, beside = stored.get("quant_method"), (hf_quant_config or {}).get("quantization")
     is_unnamed = method is None and (beside is not None or stored.get("quant_library") == "modelopt")
     if not is_unnamed and not str(method).startswith("modelopt"):
@@ -199,13 +190,12 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
         merged |= source
     if not any(merged.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "kv_cache_scheme")):
         return {name: value for name, value in content.items() if name != "quantization_config"}
-    # They repeat quant_algo and quantized_layers.
+    # These repeat quant_algo and quantized_layers.
     merged = {name: value for name, value in merged.items() if name not in ("quantization", "config_groups")}
     return content | {"quantization_config": merged | {"quant_method": "modelopt"}}
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
-    """None if supported."""
     if config and is_encoder:
         return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
@@ -265,7 +255,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """gpt-oss' experts only, named as in engine/worker/loading/stacked_experts.py."""
+    """Accepts only gpt-oss' experts."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 
@@ -334,7 +324,7 @@ def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
 
 
 def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
-    """FP8, or "" if the KV cache is not quantized."""
+    """FP8, or "" if the KV cache is unquantized."""
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         kind = scheme.get("type"), scheme.get("num_bits")
@@ -385,7 +375,6 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """-1: one group of all inputs."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

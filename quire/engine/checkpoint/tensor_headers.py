@@ -1,5 +1,5 @@
 """Finds weight files and reads their headers, in safetensors' (https://huggingface.co/docs/safetensors) or PyTorch's
-format. No torch, for `quire plan`.
+format.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
 INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The loader casts these to the served dtype."""
+"""The loader casts these to the model's dtype."""
 _DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_INDEX_BYTES = 64 * MIB
 _MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's limit."""
 _MAX_TENSORS = 2**17
 _MAX_SHARDS = 4096
 _MAX_SHOWN_CHARS = 200
@@ -44,7 +43,7 @@ _VISION_NAME_PARTS = (
     "image_newline",
 )
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Includes GGUF's and Granite's names."""
+"""Also matches GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -61,17 +60,15 @@ class _TensorEntry(msgspec.Struct):
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """safetensors' name."""
     shape: tuple[int, ...]
 
 
 class CheckpointSize(NamedTuple):
     num_floats: int
-    """Elements of 16 bits or more, loaded in the served dtype."""
+    """Elements of 16 bits or more, cast at load."""
     packed_bytes: int
-    """Packed integers and 8-bit floats, loaded as they are."""
+    """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
-    """Bits per element of a quantized embedding, which may be the tied head."""
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -86,15 +83,15 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Without prefixes that only some files have; None for other tensors."""
+    """Drops optional prefixes. None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder, because
-    the index is downloaded. Links may lead anywhere.
+    """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder. Links may
+    lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
@@ -127,7 +124,7 @@ def is_pickled(file: Path) -> bool:
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Reads only headers, a few KB per file. None if a file is missing. Raises ModelError naming file and tensor."""
+    """Reads only headers. None if a file is missing. Raises ModelError."""
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
     floats = packed_bytes = 0
@@ -169,7 +166,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Return dtype, begin and end in the file. Raises ModelError."""
+    """Dtype, begin and end in the file, by name. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -180,7 +177,6 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
-    """Quantized tensors stay as stored."""
     floats = packed_bytes = 0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
     for name, tensor in tensors.items():
@@ -199,7 +195,9 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """None without the file. safetensors files begin with the header's length, eight little-endian bytes, then JSON."""
+    """None without the file. A safetensors file starts with the header's length, eight little-endian bytes, then
+    JSON.
+    """
     if is_pickled(shard):
         pickled_tensors = pickled.read_pickled_tensor_headers(shard)
         if pickled_tensors is None:
@@ -241,7 +239,6 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raise ModelError for overlapping tensors, like the safetensors library."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

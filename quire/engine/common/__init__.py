@@ -1,1 +1,0 @@
-"""Shared by both halves of the engine."""

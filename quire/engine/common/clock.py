@@ -1,5 +1,5 @@
-"""Clocks of the machine or of a simulation, for everything but commands and device code. Call them as attributes of
-this module: one assignment then replaces the clock everywhere.
+"""Clocks of the machine or of a simulation. Call them as attributes of this module, so that one assignment replaces the
+clock everywhere except in commands and device code.
 """
 
 from __future__ import annotations
@@ -8,6 +8,6 @@ import time as machine
 from collections.abc import Callable
 
 monotonic: Callable[[], float] = machine.monotonic
-"""Seconds, equal in a machine's processes."""
+"""Seconds, the same in all processes of a machine."""
 time: Callable[[], float] = machine.time
 """Unix time."""

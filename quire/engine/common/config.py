@@ -24,7 +24,7 @@ DEFAULT_DISK_GIB = 10
 """Limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""Defaults of max_num_batched_tokens; the second for GPUs with at least LARGE_GPU_BYTES."""
+"""The second is for GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -34,14 +34,12 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Settings that give a new engine the same capacity, whatever memory is free then."""
+    """Give a new engine the same capacity, whatever memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
 
 class EngineConfig(BaseModel):
-    """Fields have vLLM's flag names if they mean the same."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     model: str = Field(
@@ -290,12 +288,10 @@ class EngineConfig(BaseModel):
 
     @property
     def online_quantization(self) -> OnlineQuantization | None:
-        """Format that weights are quantized to at load."""
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """quant_method of config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -318,7 +314,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """memory: in bytes. Large GPUs compute long steps fastest, and have memory for them."""
+        """memory: in bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
@@ -334,7 +330,6 @@ class EngineConfig(BaseModel):
 
     @property
     def max_running_requests(self) -> int:
-        """Total of all engines."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property
@@ -344,7 +339,6 @@ class EngineConfig(BaseModel):
     @field_validator("speculative_config", mode="before")
     @classmethod
     def parse_speculative_config(cls, value: object) -> object:
-        """Accept a method, or JSON text."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("{"):
@@ -357,7 +351,6 @@ class EngineConfig(BaseModel):
     @field_validator("kv_events_config", mode="before")
     @classmethod
     def parse_kv_events_config(cls, value: object) -> object:
-        """Accept JSON text."""
         if not isinstance(value, str):
             return value
         try:
@@ -392,7 +385,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept bytes as in vLLM, 10000000000 or 10G: no machine has a million GiB."""
+        """Accepts bytes as vLLM does, 10000000000 or 10G, because no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
@@ -404,7 +397,6 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """As in vLLM, 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

@@ -9,7 +9,6 @@ from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_
 
 
 def _parse_json_object(value: object) -> object:
-    """Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -22,16 +21,14 @@ def _parse_json_object(value: object) -> object:
 
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
-"""An object, or JSON text of one."""
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Maps vLLM's other names."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Maps vLLM's other names. Raises ValueError for names of unsupported devices."""
+    """Maps vLLM's other names. Raises ValueError for unsupported devices' names."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -57,32 +54,27 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of checkpoint formats and of its kernels for them."""
+"""vLLM's names of checkpoint formats and kernels."""
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """vLLM's fields and defaults."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """None: zmq if enabled."""
+    """Default: zmq if enabled."""
     endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
-    """Whoever reaches it can read the prompts' token ids. Replicas use the next ports."""
+    """Everyone who reaches it can read the prompts' token ids. Replicas use the next ports."""
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
     """Batches kept for replay."""
     hwm: int = Field(100_000, ge=1)
-    """Batches that wait for a slow subscriber."""
     max_queue_size: int = Field(100_000, ge=1)
-    """Batches that wait to be sent."""
     topic: str = ""
     data_parallel_rank: int | None = Field(None, ge=0)
-    """Set for replicas."""
 
     @property
     def is_enabled(self) -> bool:
@@ -98,7 +90,6 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """The next ports, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -114,7 +105,7 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
-    a grammar forces; the others do so too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
+    a grammar forces, as all methods do. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
     uses a layer of the served checkpoint, and has vLLM's names per family as aliases.
     """
     model: str | None = None
@@ -122,16 +113,15 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(8, ge=1, le=32)
     """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must match."""
     lookup: LookupMethod | None = None
-    """Continues drafts of a model or heads, and replaces them where its tokens are accepted as often."""
+    """Continues drafts of a model or heads, or replaces them if its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
-    """By which `lookup` makes the maximum of draft tokens larger; default: DEFAULT_LOOKUP_TOKENS."""
+    """Draft tokens that `lookup` adds to the maximum; default: DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Also infers a missing method like vLLM."""
+        """Infers a missing method."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -149,7 +139,6 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def uses_hidden_states(self) -> bool:
-        """True for heads."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
@@ -158,7 +147,6 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Per sequence and step, of all sources."""
         if self.method == "none":
             return 0
         num_lookup_tokens = 0 if self.lookup is None else self.num_lookup_tokens or DEFAULT_LOOKUP_TOKENS
@@ -184,7 +172,6 @@ class SpeculativeConfig(BaseModel):
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """Follows vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 
@@ -202,5 +189,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why a device of PyTorch or vLLM is not served; None if served or unknown."""
+    """None if served or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

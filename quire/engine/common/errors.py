@@ -26,13 +26,12 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """Clients see `str(error)`: it must contain no stack traces and no server paths."""
+    """Clients see `str(error)`, so it must not contain stack traces or server paths."""
 
     code: str | None = None
-    """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: the wrong field or configuration key."""
+        """param: the wrong field or setting."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -47,7 +46,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """OpenAI's clients then send the whole conversation."""
+    """OpenAI's clients then resend the whole conversation."""
 
     code = "previous_response_not_found"
 
@@ -72,7 +71,6 @@ class RateLimited(QuireError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
-        """headers: when a retry may succeed."""
         super().__init__(message)
         self.headers = headers
 
@@ -82,7 +80,7 @@ class Overloaded(QuireError):
 
 
 class ModelNotLoadable(Overloaded):
-    """Wrong files: retrying soon does not help."""
+    """The files are wrong, so retrying soon does not help."""
 
     code = "model_unloadable"
 
@@ -121,7 +119,7 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """True if the failure was not the request's fault."""
+    """False if the request caused the failure."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 

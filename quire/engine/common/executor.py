@@ -22,19 +22,18 @@ class AdapterLoader(Protocol):
         """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """Slots whose load ended since the last call, with None or the reason of a failure."""
+        """Slots whose load ended since the last call, each with None or an error message."""
 
     def wait_for_any_load(self, seconds: float) -> None:
-        """Returns after any load, or `seconds`."""
+        """Returns after any load, or after `seconds`."""
 
 
 class BlockMover(Protocol):
-    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done, and any
-    thread may call them.
+    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done, and are
+    thread-safe.
     """
 
     block_bytes: int
-    """Over all layers."""
     layout: str
     """Identifies a block's bytes: shapes, dtypes, order, and what computed them."""
 
@@ -42,21 +41,19 @@ class BlockMover(Protocol):
         """The engine's loop calls this before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """Content after the batches launched so far. No batch launched before this returns may write it."""
+        """Content after the batches launched so far. Launch no batch that writes the block before this returns."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
-        """No batch launched before this returns may use the block."""
+        """Launch no batch that uses the block before this returns."""
 
 
 RPC_METHODS = ("describe", "parameters")
-"""Callable by name, without arguments (RankWorker)."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
-"""Runs an `encode_call` on every rank; returns input for `decode_results`."""
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Encode for other processes, which import the function by name with this process's sys.path. Raises InvalidRequest
-    if they cannot, or if arguments cannot be pickled.
+    """Other processes import the function by name. Raises InvalidRequest if they cannot, or if arguments cannot be
+    pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -74,7 +71,6 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """In rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))
@@ -82,13 +78,11 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 
 class Executor(Protocol):
-    """Computes batches in launch order."""
-
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """May be called before earlier results are read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing, in about a second at most; False: nothing is left."""
+        """Prepare one thing in at most about a second. False if nothing is left."""
 
     def make_block_mover(self) -> BlockMover | None:
         """None without KV blocks."""
@@ -97,4 +91,4 @@ class Executor(Protocol):
         """Moves slots (Sublayer.slot_tensor_specs)."""
 
     def preload_grammar_compiler(self) -> None:
-        """Load in the background; otherwise the first grammar loads it."""
+        """Loads in the background. Otherwise the first grammar loads it."""

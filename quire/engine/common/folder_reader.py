@@ -1,8 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Only regular files of bounded size are read: none blocks a start or fills the memory. Every error is one line with file,
-field and fault. Symbolic links are followed anywhere: the hub's cache consists of them, people keep weights on other
-disks, and a download brings only the cache's own. For paths inside files see `find_weight_files`.
+Reads only regular files of bounded size, so none can block a start or fill the memory. Errors name file, field and
+fault in one line. Symbolic links may lead anywhere: the hub's cache consists of them, and people keep weights on other
+disks. For paths inside files see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 16 * MIB
-"""Python objects take up to 30 times this. Real files have some KB, or some MB where ModelOpt lists every expert."""
+"""Python objects take up to 30 times this. ModelOpt's files have some MB."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
-"""Characters in an error."""
 Validated = TypeVar("Validated")
 
 
@@ -46,7 +45,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
-    """Raises ModelError, also if the file is missing."""
+    """Raises ModelError, also if missing."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
@@ -71,7 +70,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """Raises ModelError, also for non-UTF-8."""
+    """Raises ModelError, also if it is not UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -115,7 +114,7 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
 
 
 def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
-    """Return `field: message is expected, got value`."""
+    """`field: message is expected, got value`."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
     field = field_match.group(1).lstrip(".") if field_match else ""
@@ -129,7 +128,6 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Follow `rope_parameters.factor` or `layer_types[3]` as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -1,5 +1,5 @@
-"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module: one assignment
-then replaces it everywhere.
+"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module, so that one
+assignment replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -8,15 +8,12 @@ import secrets
 from collections.abc import Callable
 
 randbits: Callable[[int], int] = secrets.randbits
-"""Cryptographically random."""
 
 
 def token_hex(size: int) -> str:
-    """size: bytes."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 
 def uuid_hex() -> str:
-    """Version 4."""
     drawn = token_hex(16)
     return f"{drawn[:12]}4{drawn[13:16]}{'89ab'[int(drawn[16], 16) & 3]}{drawn[17:]}"

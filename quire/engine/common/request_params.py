@@ -11,34 +11,29 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Total of all stop strings, each of which is compared with held-back text."""
+"""Limits all stop strings together, because each is compared with text held back."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
-"""Number of DRY's sequence breakers, and characters of each (llama.cpp's limit)."""
+"""Number and length of DRY's sequence breakers (llama.cpp's limit)."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Constrains the whole answer."""
-
     kind: Literal["json", "regex", "lark"]
     text: str
     """JSON schema, Rust regular expression, or llguidance's Lark or GBNF."""
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`end_id` is sampled after `tokens` thinking tokens."""
-
     tokens: int
     end_id: int
     begin_id: int | None
-    """Begins the thinking; None: answers start inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Greedy below, as in vLLM: dividing by less may make logits infinite."""
+"""Lower means greedy, as in vLLM. Dividing by less may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """Raises InvalidRequest, naming the field."""
+    """Raises InvalidRequest naming the field."""
 
     n: Annotated[int, SamplingField(text="Number of answers per prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
@@ -216,10 +211,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = -1
     dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
-    """A repetition that DRY penalizes contains none of these token sequences."""
+    """Repetitions that DRY penalizes contain none of these sequences."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """None: all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,
@@ -309,7 +303,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """63 bits; random if the request has no seed. The first choice uses the request's, so n does not matter."""
+        """63 bits, random without a seed. The first choice's seed does not depend on n."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -332,14 +326,10 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
 
 
 SAMPLING_FIELDS = _list_sampling_fields()
-"""Fields in the order of SamplingParams."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
-"""generation_config.json may set them."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
-"""Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Request bodies have them by the same name."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:
@@ -353,24 +343,23 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Hidden states: the last token's, the mean, the first token's; none: one per token."""
+"""Last token's hidden state, mean, first token's; none: one per token."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
+    """Keep only an embedding's first elements (Kusupati et al., 2022)."""
     activation: bool | None = None
-    """Scale embeddings to length 1, or turn scores into probabilities; None: model default."""
+    """Normalize embeddings, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
-    """The second text's start, for encoders that distinguish two."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """low <= value <= high, or low < value with is_exclusive. NaN fails. Raises InvalidRequest."""
+    """Raises InvalidRequest, also for NaN."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):

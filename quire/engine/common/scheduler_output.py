@@ -1,4 +1,4 @@
-"""A step's decisions and results, as structs that can be sent to other processes."""
+"""A step's decisions and results."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 DRAFT_SOURCES = ("model", "lookup", "grammar")
-"""Of draft tokens: a draft model or head, an n-gram or suffix match, a grammar."""
+"""A draft model or head, an n-gram or suffix match, a grammar."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that enters a slot of the device."""
-
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
-    """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Images of the spans, each once."""
+    """Each image occurs once."""
     cache_salt: str = ""
     """Requests with the same salt share encoder outputs."""
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Part of an image's encoding, before the step's tokens."""
-
     digest: bytes
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """The whole image's encoder_cost."""
 
     @property
     def is_last(self) -> bool:
@@ -45,15 +39,13 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens start to start + num_tokens of a slot; the device holds their ids.
+    """Tokens `start` to `start + num_tokens` of a slot, whose ids the device stores.
 
     `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
-    samples the token after the last one and writes it to the slot: a later step may compute it before the host knows
-    it.
+    samples the next token and writes it to the slot, so that a later step can compute it before the host knows it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at each
-    position. The step returns sampled tokens up to and including the first that differs from its draft; the KV of later
-    drafts is overwritten.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at each of their positions. The step
+    returns sampled tokens up to and including the first that differs from its draft.
     """
 
     request_id: str
@@ -65,37 +57,30 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """False for pooling, which happens in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """A request may have only these, with `num_tokens` 0."""
+    """If a request has only these, `num_tokens` is 0."""
     draft_sources: list[int] = []
-    """Indices in DRAFT_SOURCES, one per draft token, for statistics."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Between two steps, a head drafts tokens from hidden states."""
-
     slot: int
     num_tokens: int
-    """Includes the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
-    """The head's own, for all tokens and drafts."""
+    """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that a draft model has not computed: `num_tokens` from `start`, in blocks from `first_block`. A slot keeps
-    its content until another request enters.
-    """
+    """Tokens that a draft model has not computed. A slot keeps its content until another request enters."""
 
     slot: int
     start: int
     num_tokens: int
     token_ids: list[int]
-    """Empty if in `new_request`."""
+    """Empty if `new_request` has them."""
     first_block: int
     block_ids: list[int]
     new_request: NewRequestData | None
     wants_draft: bool
-    """Draft a token after the last one."""
 
 
 class DraftToken(NamedTuple):
@@ -104,51 +89,41 @@ class DraftToken(NamedTuple):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies the first `num_tokens` tokens in every layer."""
-
     source: int
     target: int
     num_tokens: int
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies recurrent states in every layer."""
-
     source: int
     target: int
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks loaded from a tier before the request's first step."""
-
     request_id: str
     tier: str
     num_tokens: int
     began_at: float
     ended_at: float
-    """Seconds of time.monotonic(), like the start."""
+    """Times are in seconds of time.monotonic()."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Never reaches the API process."""
+    """Never sent to the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """Done in order, before anything is computed."""
+    """Copies run in order, before anything is computed."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
-    """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Loaded adapters' names, with the seconds that all requests waited for each."""
+    """Adapters' names, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
-    """Since the previous step."""
     slot_copies: list[SlotCopy] = []
-    """Done in order, before anything is computed."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
-        """Drops requests that have only encoder chunks."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
             self
@@ -158,14 +133,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """False if all requests only decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
     @property
     def new_request_ids(self) -> list[str]:
-        """New, or resumed after a preemption."""
+        """New, or resumed after preemption."""
         slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
@@ -177,13 +151,13 @@ class RequestFailure(NamedTuple):
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
-    """One per sampling request, plus one per accepted draft."""
+    """One per sampling request and accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Per prompt token of the chunk: the next token's log probability."""
+    """Log probability of the next token, per prompt token of the chunk."""
     errors: dict[str, RequestFailure] = {}
-    """The requests end."""
+    """These requests end."""
     vectors: dict[str, bytes] = {}
-    """float32, little-endian, of pooling requests, which end."""
+    """float32, little-endian. These pooling requests end."""
     used_cuda_graph: bool = False

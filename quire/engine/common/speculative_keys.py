@@ -41,11 +41,11 @@ IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""Only affect the speed of drafting."""
+"""Affect only the speed of drafting."""
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Why a part of a speculative_config is ignored; "" if none is."""
+    """ "" if nothing is ignored."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

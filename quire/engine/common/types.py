@@ -1,4 +1,4 @@
-"""Frozen structs between server and engine."""
+"""Structs that server and engine exchange."""
 
 from __future__ import annotations
 
@@ -11,37 +11,32 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-"""busy: too much at a time; constraints: no token is left; grammar: it cannot be followed."""
+"""busy: too much at a time. constraints: no token is left. grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""Blocks stay pinned this long for a next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """LoRA adapter (Hu et al., 2021)."""
-
     name: str
     digest: str
-    """Hash of the content."""
     folder: str
     """Must not change while a request needs it."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens that features of an image, or of a part, replace."""
+    """Prompt tokens that an image's features replace, or part of them."""
 
     start: int
-    """First token's index in the prompt."""
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Tokens see later ones of the span: no step may end within it."""
+    """Tokens see later ones of the span, so steps must not split it."""
     offset: int = 0
-    """Number of the content's features in earlier spans."""
+    """Number of the image's features in earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Resized for the model, but not normalized."""
+    """Resized for the model, not normalized."""
 
     digest: bytes
     """Hash of all fields but encoder_cost."""
@@ -52,7 +47,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     original: tuple[int, int] | None = None
     """(height, width) before resizing, if features depend on it."""
     encoder_cost: int = 1
-    """Tokens of step budgets (VisionSpec.encoder_cost)."""
+    """Counts tokens of step budgets (VisionSpec.encoder_cost)."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
@@ -63,41 +58,38 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A sequence to generate, or a prompt to pool; n > 1 is n requests."""
+    """A sequence to generate, or a prompt to pool. A request with n > 1 becomes n of these."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams | PoolingParams
     seed: int
-    """64 bits. With a token's position, it fixes the token's random number."""
+    """64 bits. Fixes the random number of each token position."""
     emitted_ids: list[int] = []
-    """Output before an engine died; generation continues after it."""
+    """Output of an engine that died, which this one continues."""
     session: str = ""
-    """Caller's name of a conversation, which keeps its blocks pinned."""
+    """The caller's conversation id; its blocks stay pinned."""
     keep_seconds: float = 0.0
-    """How long to keep pinned blocks; 0: the engine decides."""
+    """0: the engine decides."""
     cache_salt: str = ""
     """Requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lowest goes first, and is preempted last."""
+    """The lowest goes first, and is preempted last."""
     tenant: str = ""
-    """Tenants of a priority share the engine by weight."""
     weight: float = 1.0
-    """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Ascending, without overlaps."""
+    """Spans are ascending."""
     images: tuple[Image, ...] = ()
-    """Content of the spans, each once."""
+    """Each image occurs once."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """Spans, images and cache salt. Encoder cache entries are shared only within a salt."""
+        """The encoder cache shares entries only within a cache salt."""
         return self.spans, self.images, self.cache_salt
 
     @property
     def sampling_params(self) -> SamplingParams | None:
-        """None for pooling."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -105,7 +97,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """context_room: tokens after the prompt. 0 for pooling; None: the prompt is too long."""
+        """0 for pooling; None if the prompt is too long."""
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -113,51 +105,38 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural log, from the model's unmodified distribution."""
+    """Natural logarithm, from the model's unmodified distribution."""
 
     token_id: int
     logprob: float
     rank: int
-    """1: most likely."""
     top: list[tuple[int, float]]
-    """Most likely first, as many as requested. With logprob_token_ids: those and the sampled token, in the same order.
-    """
+    """Most likely first. With logprob_token_ids: those and the sampled token, in the same order."""
 
 
 MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why earlier computed tokens were not in the prefix cache."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Divergence from the tenant's closest earlier sequence."""
-
     num_common: int
     diverges_in: Literal["prompt", "answer"]
-    """Part of the earlier sequence."""
     common_ids: list[int]
-    """The common prefix's last tokens."""
     earlier_ids: list[int]
-    """The earlier sequence after the prefix."""
     prompt_ids: list[int]
-    """The prompt after the prefix."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens computed before, but not in the prefix cache."""
+    """Tokens that were computed before but are not in the prefix cache."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
-    """Most tokens first."""
     compute_seconds: float
-    """These tokens' share of the time of the prompt's steps."""
     conversation: str
-    """Id of the conversation's first request."""
     turn: int
-    """Counts from 1."""
     own_load: bool = False
-    """For evictions: True if the tokens that the tenant computed since would have filled the cache alone."""
+    """For evictions: would the tenant's later tokens fill the cache alone?"""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -166,7 +145,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Result of a step for one request. Every request ends with exactly one that has a finish_reason."""
+    """One request's result of a step. Every request ends with exactly one that has a finish_reason."""
 
     id: str
     new_ids: list[int]
@@ -178,13 +157,12 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | None = None
     """One of stop_token_ids; None for the model's own end token."""
     cached_tokens: int = 0
-    """Prompt tokens from the prefix cache."""
     error: str | None = None
     vector: bytes | None = None
     """float32, little-endian, with finish_reason "stop"."""
     cause: ErrorCause = "engine"
     prefix: PrefixMissReport | None = None
-    """Set in the first output, if the prefix cache was searched."""
+    """In the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model does not accept images"
@@ -195,7 +173,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     backend: str
-    """Attention backend, and why it was chosen."""
+    """Includes the reason for the choice."""
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -204,30 +182,26 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     deterministic: bool = False
-    """A request's tokens do not depend on other requests."""
     tasks: tuple[Task, ...] = ("generate",)
     notes: list[str] = []
     """Non-default choices, one line each."""
     quantization: str = ""
-    """Readable name; "" if unquantized."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Context length that RoPE was chosen for; None if irrelevant."""
+    """Context length that RoPE was chosen for, if it matters."""
     context_pages: int = 1
-    """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
+    """The most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
+    `page_groups`.
     """
     state_bytes: int = 0
-    """Recurrent states of all slots, outside KV blocks."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """Why requests may not have images; "" if they may."""
+    """"" if requests may have images."""
     step_tokens: int = 0
-    """Maximum per step."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they are, and of the code that computes."""
+    """Digest of the model's files and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that adapters may change, for transformers' classes; {}: see lora/target_modules.py."""
+    """(in, out) of linears that adapters may change, for transformers' classes."""
     caches_prefixes: bool = True
-    """False if prefix caching is turned off, or the model's layers do not support it."""

@@ -1,1 +1,1 @@
-"""Scheduling and KV cache bookkeeping: no torch, clock or device."""
+"""Scheduling and KV cache bookkeeping, without torch, clock or device."""

@@ -1,4 +1,4 @@
-"""KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
+"""KV blocks: reference counts, and the prefix cache's map from hashes to blocks.
 
 A block larger than `hash_block_size` is also found by the hashes of its beginnings. Free blocks keep their content
 until reallocated: first blocks without hashes, then the least recently freed, then pinned ones.
@@ -18,7 +18,7 @@ NULL_BLOCK = -1
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """Prefixes with different salts or adapters never match. `adapter`: hex digest of its content."""
+    """Prefixes with different salts or adapters never match. `adapter`: hex digest."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
@@ -45,22 +45,20 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """C ints, because NumPy reads them."""
+        """NumPy reads these counts."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
         self.unpin_some: Callable[[int], None] | None = None
-        """Unpins at least that many free blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
-        """Gets the hashes of a block that is no longer found."""
+        """Called with the hashes of an evicted block."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Gets blocks about to be reused, while their old content is intact."""
+        """Called with blocks about to be overwritten."""
 
     @property
     def num_free(self) -> int:
-        """Includes pinned blocks."""
         return len(self._free) + len(self._free_pinned)
 
     @property
@@ -69,7 +67,7 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """These are allocated before pinned blocks."""
+        """They are allocated before pinned blocks."""
         return len(self._free)
 
     @property
@@ -84,7 +82,7 @@ class BlockPool:
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
-        """Contents are undefined. The caller must check num_free."""
+        """Contents are undefined. Check num_free before."""
         assert count <= self.num_free, "allocation beyond the pool"
         if count > len(self._free):
             assert self.unpin_some is not None
@@ -129,7 +127,6 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Blocks must have references or hashes."""
         for block in blocks:
             if block not in self._pin_counts and self.ref_counts[block] == 0:
                 del self._free[block]
@@ -148,7 +145,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> bool:
-        """Return False if another block has the hash; lookups then keep finding that block."""
+        """False if another block has the hash. Lookups then keep finding that block."""
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest in self._block_by_hash:
             return False
@@ -169,7 +166,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """The block is allocated next. It must have no references or pins."""
+        """The block is allocated next."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)

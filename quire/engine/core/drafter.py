@@ -1,4 +1,4 @@
-"""The step that computes draft tokens verifies them, so drafters only change how many tokens it yields."""
+"""The step that computes draft tokens verifies them, so drafters change only how many tokens it yields."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 RequestsToDraft = Sequence[tuple[Request, int]]
-"""Requests with all tokens on the host, and the most useful drafts for each."""
+"""Requests whose tokens are all on the host, and the most useful drafts for each."""
 
 
 KIND_DEFAULT = 0
-"""Kinds from 1 on are bit lengths of n-gram matches: 3 for four to seven tokens."""
+"""Higher kinds are bit lengths of n-gram matches."""
 KIND_FORCED = -1
 """Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""Forced text; the model's last token may be longer than the text's."""
+"""Forced text. The model's last token may extend beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
-"""Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
-    """Empty: no token is worth a try."""
+    """Empty if no token is worth a try."""
 
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One per token. Empty: all are KIND_DEFAULT, or `probabilities` is set."""
+    """One per token. Empty: all KIND_DEFAULT, or `probabilities` is set."""
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -51,7 +50,6 @@ def draft_acceptance_kinds(draft: Draft) -> list[int]:
 
 
 def draft_sources(draft: Draft) -> list[int]:
-    """Indices in DRAFT_SOURCES, one per token."""
     return [DRAFT_SOURCES.index(_source_of_kind(kind)) for kind in draft_acceptance_kinds(draft)]
 
 
@@ -68,7 +66,7 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 class Drafter(ABC):
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """`num_step_tokens`: tokens of the step without drafts."""
+        """`num_step_tokens` excludes drafts."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         """If True, the host must see each token before the next step."""
@@ -82,15 +80,15 @@ class Drafter(ABC):
 
 
 class TokenwiseDrafter(ABC):
-    """Lets the caller decide after each draft token whether another pays."""
+    """The caller decides after each draft token whether another pays."""
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
-        """One token or none each; `draft_next_tokens` appends to them."""
+        """At most one token each, to which `draft_next_tokens` appends."""
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """`indices`: ascending, among drafts extended by the last call."""
+        """`indices`: ascending, among the last call's."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when it has finished."""

@@ -15,12 +15,9 @@ from quire.engine.core.stats import BlockTableView, EngineView, MemoryView, Phas
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
-"""Further requests are only counted."""
 MAX_LISTED_IMAGES = 32
 MAX_LISTED_BLOCKS = 1024
-"""Further blocks are only counted."""
 _MAX_TILE_GAP = 4
-"""Tile marks between two spans of one image."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -49,7 +46,7 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
-    """Empty while the request waits; None for an unknown id."""
+    """Empty while the request waits; None if unknown."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None
@@ -67,7 +64,6 @@ def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableVi
 
 
 def block_owner_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
-    """[blocks] uint16; see EngineView.block_codes."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
     codes[cached[ref_counts[cached] == 0]] = CACHED_BLOCK
@@ -120,7 +116,6 @@ def _request_phase(request: Request) -> Phase:
 
 
 def merge_views(views: Sequence[EngineView]) -> EngineView:
-    """`views` must not be empty."""
     requests: list[RequestView] = []
     block_codes = []
     for view in views:

@@ -3,7 +3,7 @@
 Fairness uses virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's
 counter grows by its computed tokens divided by its weight, and the waiting tenant with the smallest goes next. A tenant
 that starts to wait is raised to the smallest waiting counter, so idle time earns no credit. Unlike the paper, Quire
-preempts: one tenant's long answers could hold all slots for minutes.
+preempts: one tenant's long answers could otherwise hold all slots for minutes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways send ever new names. Beyond this, the least served half of the idle tenants is forgotten: most would be
-raised to the smallest counter anyway.
-"""
+"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten."""
 OUTPUT_TOKEN_COST = 2
-"""In prompt tokens; the paper's value."""
+"""In prompt tokens, as in the paper."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
-"""Minimum per step while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""Steps stay short after an urgent request: the next one must not wait for a long step."""
+"""Steps stay short after an urgent request, so that the next one need not wait for a long step."""
 
 
 class TokenBudget:
-    """While urgent requests run or wait, the others together get as many tokens as the urgent ones generate, and at
-    least MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
+    """While urgent requests run or wait, all others together get as many tokens as the urgent ones generate, and at
+    least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -59,12 +56,12 @@ class FairQueue:
         self._urgency = self._short_steps_left = 0
         self._served: dict[str, float] = {}
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant), in sort-key order. Empty lists are removed."""
+        """By (priority, tenant), in sort-key order."""
         self._last_served = 0.0
-        """Where a tenant's counter starts if no other tenant waits."""
+        """A tenant's counter starts here if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be cut, so steps cannot be short."""
+        """`whole_prompts`: prompts cannot be split, so steps cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -109,8 +106,8 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """In order. A candidate is less urgent, or has a larger sort key and a tenant that without it still runs at
-        least as many requests per weight as the waiting tenant would. So no preemption provokes another in return.
+        """In order. A candidate is less urgent, or has a larger sort key and a tenant that would still run at least as
+        many requests per weight as the waiting tenant. So no preemption provokes another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -135,7 +132,6 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """0: the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
@@ -143,11 +139,10 @@ class FairQueue:
         """The request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
-        """See SchedulerOutput.adapter_loads."""
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Make requests with loaded adapters eligible. Return failed ones with reasons; the caller must remove them."""
+        """Return failed requests with reasons. The caller must remove them."""
         return ()
 
     def wait_for_loads(self) -> None:

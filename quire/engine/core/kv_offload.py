@@ -11,11 +11,8 @@ from quire.engine.core.stats import TierStats
 
 
 class KVOffloader(ABC):
-    """Moves KV blocks to tiers and loads them back."""
-
     capacity_text: str
     load_seconds: float
-    """Time that requests waited for loads."""
 
     @property
     @abstractmethod
@@ -25,7 +22,7 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """Blocks that came too fast for any tier."""
+        """These came too fast for any tier."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -43,7 +40,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def take_loaded_requests(self) -> Sequence[Request]:
-        """Requests that need wait no longer."""
+        """Requests that need not wait any longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
@@ -51,11 +48,11 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def wait_for_loads(self) -> None:
-        """Wait briefly; called only while there is nothing to compute."""
+        """Waits briefly. Called only while there is nothing to compute."""
 
     @abstractmethod
     def take_load_records(self) -> list[BlockLoadRecord]:
-        """Blocks loaded since the last call."""
+        """Loads since the last call."""
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:
@@ -70,7 +67,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def close_tiers(self) -> None:
-        """Store blocks on their way, then end the threads."""
+        """Finish storing, then end the threads."""
 
 
 class NullKVOffloader(KVOffloader):

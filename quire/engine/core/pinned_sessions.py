@@ -1,8 +1,8 @@
 """Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
 
-A session id identifies a conversation, or else a prompt that continues an earlier request. Without an id, blocks are
-pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the
-most pinned blocks loses first, and of its conversations the one with the longest pause relative to earlier ones. With
+A session id identifies a conversation. Otherwise a prompt that continues an earlier request does, and blocks are pinned
+from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the most
+pinned blocks loses first, and of its conversations the one with the longest pause relative to earlier ones. With
 recurrent state, snapshots are pinned too. Without its last snapshot no request can start, so all blocks are unpinned.
 """
 
@@ -20,22 +20,18 @@ from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPositi
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5
-"""Share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
-"""Assumed length of a session's first pause."""
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same block. All lists together hold at most this times the share."""
+"""Conversations may list the same block. All lists hold at most this times the share."""
 _EXTRA_UNPINNED = 64
-"""Blocks unpinned in addition to those needed now; at most 1/16 of the pool."""
+"""Unpinned beyond those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
-"""Includes sessions without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     tenant: str
     key: str | None
-    """None without a session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
@@ -43,10 +39,8 @@ class Session:
     """Pinned blocks from the start of the last request."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
-    """Hash of the last request's last full block."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """In seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
         """The larger, the less likely the session continues."""
@@ -74,12 +68,11 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """The key includes the tenant, because tenants may share blocks."""
+        """Keys include the tenant, because tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}
         self._num_listed = Counter[str]()
-        """Counts a block once per conversation."""
         self._next_expiry = 0.0
 
     @property
@@ -99,7 +92,6 @@ class PinnedSessions:
         )
 
     def record_session_resume(self, request: Request, digests: Sequence[bytes]) -> None:
-        """Call at a request's first start."""
         session = self._find_session_adopting_key(request, digests)
         if session is not None:
             session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
@@ -182,7 +174,6 @@ class PinnedSessions:
         session.blocks += blocks[num_same:]
 
     def _unpin_last_blocks(self, session: Session, count: int) -> None:
-        """The pool reallocates the last one first."""
         if count:
             first = max(len(session.blocks) - count, 0)
             dropped_snapshots = [each for each in session.snapshots if each.num_blocks > first]
@@ -216,7 +207,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """See BlockPool.unpin_some. Starts with the last blocks of the sessions least likely to continue."""
+        """The least likely continued sessions lose their last blocks first."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -254,7 +245,7 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
-    """Differs by tenant, cache salt and adapter. None without a session id."""
+    """None without a session id."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

@@ -14,7 +14,6 @@ from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 class ScheduledChunk:
     num_tokens: int
     cost: int
-    """Includes encoder work."""
     encoder_chunks: Sequence[EncoderChunk] = ()
 
     def __bool__(self) -> bool:
@@ -30,7 +29,7 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A request while the scheduler runs it; only the scheduler changes it.
+    """A running request; only the scheduler changes it.
 
     `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request is
     caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last
@@ -48,16 +47,14 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`pools_all_tokens`: embeddings need all hidden states, which rules out the prefix cache."""
+        """`pools_all_tokens`: embeddings need all hidden states, so the prefix cache is unusable."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
-        """Within a priority and tenant, smallest first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
-        """Orders running requests, smallest first."""
         self.max_output_tokens = limit
-        """0 for a pooling request."""
+        """0 for pooling."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING
@@ -65,18 +62,16 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """See BlockTables for the layout."""
         self.num_trimmed_tokens = 0
         """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0
-        """Blocks known to the device."""
+        """Blocks that the device knows."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
-        """Tokens up to the last state snapshot taken or restored."""
         self.num_cached_tokens: int | None = None
-        """None before it is first scheduled."""
+        """None before the first start."""
         self.num_charged_tokens = 0
-        """Recomputing these prompt tokens after a preemption is free."""
+        """Recomputing these prompt tokens is free after a preemption."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -94,7 +89,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's, and raise or return a non-number."""
+        """`place` may be a user's function that raises or returns something else than a number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -161,7 +156,6 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """0 unless this image is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -183,7 +177,6 @@ class Request:
         return self._block_hashes[:count]
 
     def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
-        """(finish reason, matching stop_token_id)."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in eos:

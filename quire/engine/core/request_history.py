@@ -1,6 +1,4 @@
-"""Timelines of requests and steps, kept by the client's process to outlive engines. Requests share step records, so a
-token costs one reference.
-"""
+"""Timelines of requests and steps, in the client's process, so that they outlive engines."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Phases only the client knows: a repeated prefill; waiting for an engine after a crash, sleep or weight change;
-waiting for the last output.
+"""The client adds: a repeated prefill; waiting for an engine after a crash, sleep or weight change; waiting for the
+last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
-"""Later ones are only counted."""
+"""Later steps are only counted."""
 MAX_TOTAL_STEPS = 100_000
-"""About 500 bytes each at most. Beyond this, the oldest requests keep only their phases."""
+"""At most about 500 bytes each. Beyond this, the oldest requests keep only their phases."""
 
 
 def make_step_record(
@@ -34,7 +32,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
+    """`times`: when it began, was scheduled, computed and applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)
@@ -67,7 +65,6 @@ class StepEntry(msgspec.Struct, frozen=True, gc=False):
     """Grows with every engine after a crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
-    """Data-parallel rank."""
     is_counted: bool = True
     """False if another API process counts it."""
 
@@ -88,26 +85,22 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
-    """Draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0: no token yet."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """They sum to the time until the end, or until `now`."""
+        """The sum is the time until the end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
-        """(phase, begin, end), in order."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
@@ -115,7 +108,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Marks never run backwards, though two processes read the clock."""
+        """Times never decrease, although two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -126,7 +119,6 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
-        """The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)
@@ -141,12 +133,12 @@ class RequestRecorder(Protocol):
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """`record` None: outputs of adding or aborting requests."""
+        """`record`: None for outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """Requests `ids` (None: all) wait for another engine, or end if `for_good`."""
+        """Requests `ids` (default: all) wait for another engine, or end if `for_good`."""
 
     def end_request(self, request_id: str, reason: str) -> None:
         """Ignores requests that are not open."""
@@ -161,9 +153,8 @@ class RequestHistory:
         self.listeners: list[Callable[[StepEntry], None]] = []
         self.end_listeners: list[Callable[[Timeline], None]] = []
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with seconds between a request's tokens."""
+        """Called with the seconds between a request's tokens."""
         self.counts_steps = True
-        """StepEntry.is_counted of the next steps."""
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
         self._ended_ids: deque[str] = deque()
@@ -193,7 +184,6 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
-        """In order of ending."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:

@@ -1,4 +1,4 @@
-"""Decides what each step computes. One rule: a request's computed tokens catch up with its known tokens.
+"""Decides what each step computes, by one rule: a request's computed tokens catch up with its known tokens.
 
 Decodes go first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix cache hits,
 mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
@@ -36,7 +36,6 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """A request that may draft is never scheduled ahead of its results."""
         self._config = config
         self._counts = LiveCounters()
         self.kv_cache_manager = KVCacheManager(config, self._counts)
@@ -59,7 +58,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """The host must see some request's last token before it can schedule that request."""
+        """True if a running request's last token must reach the host before its next step."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -74,25 +73,20 @@ class Scheduler:
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
-        """(running, waiting), each by priority, then by arrival."""
         waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
         return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
         )
 
     def find_request(self, request_id: str) -> Request | None:
-        """None for an unknown id."""
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Return a request's sort key within its priority and tenant: the smallest goes first, ties go by arrival.
-
-        A class given by --scheduler-cls may override it.
-        """
+        """Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may override it."""
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Outputs an error at once if the request can never fit."""
+        """Outputs an error if the request can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
             self._queue_error_output(
@@ -133,14 +127,13 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """Ignores unknown ids: the request may just have finished."""
+        """Ignores unknown ids."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
-        """Called only while there is nothing to compute."""
         if self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
@@ -151,7 +144,7 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput | None:
-        """The step counts as computed from now on. None: nothing to compute."""
+        """The step counts as computed from now on. None if there is nothing to compute."""
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
             self._queue_error_output(waiting_request.engine_request, why)
@@ -184,7 +177,7 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Apply steps in the order they were scheduled in."""
+        """Apply steps in scheduling order."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:
@@ -211,7 +204,7 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Runs before the step is planned, because a step's own blocks cannot be reused."""
+        """A step's own blocks cannot be reused, so this runs before it is planned."""
         request = self._waiting.peek()
         if (
             request is None
@@ -230,7 +223,6 @@ class Scheduler:
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
-        """Preempts if blocks run out."""
         budget = self._waiting.make_step_budget(
             self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
         )
@@ -266,7 +258,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Never preempts. Appends to `scheduled_requests` and `copies`."""
+        """Never preempts."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -315,7 +307,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Chunks have their blocks already, so drafts cause no preemption."""
+        """Chunks already have their blocks, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -340,7 +332,7 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
+        """Full blocks can be shared within this step, because each layer stores keys and values before it attends."""
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
         num_drafts = len(draft.token_ids)
@@ -370,7 +362,6 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Count prompt tokens from `start` on that are now computed. Charge the tenant once per token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(
@@ -381,7 +372,6 @@ class Scheduler:
     def _append_tokens_and_output(
         self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput
     ) -> None:
-        """Tokens after the one that finishes the request are dropped."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
         request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)

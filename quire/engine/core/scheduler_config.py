@@ -15,19 +15,17 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """Sliding window per KV cache group."""
     long_prefill_token_threshold: int | None = None
-    """Per request and step; None: no limit."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     hash_block_size: int | None = None
     """A divisor of block_size, its default."""
     whole_prompts: bool = False
-    """Never split prompts, as encoders require; none may exceed max_num_batched_tokens."""
+    """Never split prompts, as encoders require."""
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1
-    """Pipeline depth; steps in flight hold disjoint requests, except chunks of one prompt."""
+    """Pipeline depth. Steps in flight have disjoint requests, except chunks of one prompt."""
     snapshots: SnapshotConfig | None = None
 
     @property

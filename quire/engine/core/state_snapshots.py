@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states too large to keep for every block. To start after a cached block, a request needs a
-snapshot taken there. A snapshot is a slot without a request; slots are copied to save and restore.
+"""Snapshots of recurrent states too large to keep for every block. A request can start after a cached block only with a
+snapshot taken there. A snapshot is a slot without a request. Slots are copied to save and restore.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""A snapshot at the prompt's end gets its own step only if it saves this many tokens."""
+"""A prompt's end gets its own step only if the snapshot saves this many tokens."""
 
 
 class SnapshotConfig(NamedTuple):
     num_slots: int
     interval_tokens: int
-    """A multiple of the block size."""
 
 
 class SnapshotPosition(NamedTuple):
-    """A snapshot after the first `num_blocks` blocks."""
-
     snapshot_id: int
     num_blocks: int
 
@@ -32,25 +29,23 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Hash of the block it follows."""
+    """The snapshot covers all blocks up to this one."""
     slot: int
 
 
 class StateSnapshots(ABC):
     interval_tokens: int
-    """Snapshots are also taken at prompt ends."""
+    """Prompt ends have snapshots too."""
     is_required: bool
-    """A request needs a snapshot to start after a cached block."""
     pool: BlockPool | None
-    """None if nothing can be pinned."""
 
     @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """Number of leading blocks after which a request can start."""
+        """Leading blocks after which a request can start."""
 
     @abstractmethod
     def publish_snapshots(self) -> None:
-        """Make snapshots of earlier steps usable when a step is scheduled."""
+        """Make snapshots of earlier steps usable; called when a step is scheduled."""
 
     @abstractmethod
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
@@ -66,11 +61,11 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def save_state(self, request: Request, num_known: int) -> None:
-        """The step computes the first `num_known` tokens, none of them a draft."""
+        """The step computes the first `num_known` tokens, none of them drafts."""
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
+        """In order, before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
@@ -78,27 +73,29 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """The callback gets ~slot of slots about to be overwritten."""
+        """The callback receives ~slot of slots about to be overwritten."""
 
     @abstractmethod
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a snapshot follows the block or none is required."""
+        """True if a snapshot follows the block, or none is required."""
 
     @abstractmethod
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """(~slot, block hash) of a request's snapshots."""
+        """(~slot, block hash) of each."""
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last snapshot, and the last within the prompt: a template may later render the answer differently."""
+        """The last snapshot, and the last within the prompt, because a template may render the answer differently
+        later.
+        """
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """Until `finish_load`. None: no slot is free now."""
+        """Reserved until `finish_load`. None if no slot is free."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """`is_complete`: False if it failed."""
+        """`is_complete`: False if the load failed."""
 
 
 class NullStateSnapshots(StateSnapshots):
@@ -153,7 +150,7 @@ class NullStateSnapshots(StateSnapshots):
 
 class PooledStateSnapshots(StateSnapshots):
     """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
-    Evicts snapshots without a cached block, then the least recently used.
+    First evicts snapshots without a cached block, then the least recently used.
     """
 
     is_required = True
@@ -169,7 +166,6 @@ class PooledStateSnapshots(StateSnapshots):
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
         self._pending: list[_PendingSnapshot] = []
-        """The last scheduled step must compute them first."""
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
@@ -186,7 +182,6 @@ class PooledStateSnapshots(StateSnapshots):
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """The step must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
@@ -230,7 +225,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Leaves out snapshots filled only when the next step begins."""
+        """Excludes snapshots that the next step fills."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -272,7 +267,6 @@ class PooledStateSnapshots(StateSnapshots):
         self._pool.unref([snapshot])
 
     def _next_snapshot_end(self, request: Request) -> int:
-        """Always more than the computed tokens."""
         regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
@@ -280,7 +274,7 @@ class PooledStateSnapshots(StateSnapshots):
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """The prompt's last token must be computed. None: too few tokens precede the block end."""
+        """None if too few tokens precede the block end."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

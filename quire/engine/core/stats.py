@@ -15,20 +15,18 @@ Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
     name: str
     pages: int = 0
-    """0 if unknown."""
     bytes: int = 0
     fetched_pages: int = 0
     fetched_tokens: int = 0
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
-    """Summed over all blocks."""
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
     """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Add the counters of earlier engines; gauges stay."""
+        """Adds the counters of earlier engines."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -40,31 +38,24 @@ class _Counters(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
-    """Steps that a CUDA graph computed."""
     captured_prompt_steps: int = 0
-    """Captured steps with prefill."""
     drafts: int = 0
-    """Verified drafts; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """Indexed by position in the draft."""
     draft_tokens_by_source: list[int] = []
-    """Indexed as DRAFT_SOURCES; empty before the first draft."""
+    """Indexed like DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
     prefix_queries: int = 0
-    """Prompt tokens looked up."""
     prefix_hits: int = 0
     kept_sessions: int = 0
-    """Conversations with pinned blocks."""
     session_returns: int = 0
     """Prompts that continue a conversation."""
     session_return_tokens: int = 0
     sessions_given_up: int = 0
-    """Conversations that lost pinned blocks."""
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the engine's start. `saved_blocks`: freed by sliding windows."""
+    """Gauges, and counters since the start. `saved_blocks`: freed by sliding windows."""
 
     running: int = 0
     waiting: int = 0
@@ -73,19 +64,14 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     cached_blocks: int = 0
     saved_blocks: int = 0
     tiers: list[TierStats] = []
-    """Nearest to the device first."""
     load_seconds: float = 0.0
-    """Time that requests waited for tiers."""
     pages_lost: int = 0
-    """Blocks that came too fast for any tier."""
     prefix_unit: int = 0
-    """Cached prefixes are multiples of this many tokens; 0: cache off. Constant."""
+    """Cached prefixes are multiples of this many tokens; 0: cache off."""
     kept_blocks: int = 0
-    """Pinned blocks, used or free."""
     cache_tokens: int = 0
-    """KV cache capacity; constant."""
     experts_read: int = 0
-    """First rank only, with weights on disk. See OffloadCounts in quire/kernels/streaming/weight_offloader.py."""
+    """Only the first rank counts, with weights on disk (OffloadCounts)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -106,12 +92,11 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
 
 def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Elementwise; a missing element is 0."""
+    """Elementwise. A missing element is 0."""
     return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
-    """Of draft tokens, indexed as DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -143,7 +128,7 @@ _COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_so
 
 
 class LiveCounters(_Counters):
-    """Lists are replaced, never changed: EngineStats keeps them."""
+    """Lists are replaced, never changed, because EngineStats shares them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -153,7 +138,6 @@ class LiveCounters(_Counters):
         self.captured_prompt_steps += has_prefill
 
     def count_drafts(self, sources: Sequence[int], accepted: int) -> None:
-        """`sources`: of the draft's tokens, indices in DRAFT_SOURCES."""
         self.drafts += 1
         self.draft_tokens += len(sources)
         self.accepted_drafts = add_counts(self.accepted_drafts, [place < accepted for place in range(len(sources))])
@@ -166,47 +150,37 @@ class RequestView(msgspec.Struct, frozen=True):
     phase: Phase
     prompt_tokens: int
     cached_tokens: int
-    """Prefix cache hits at admission."""
     computed_tokens: int
-    """Includes the step in flight."""
     output_tokens: int
     limit: int
-    """Maximum output tokens."""
     blocks: int
     shared_blocks: int
     priority: int
     images: list[tuple[int, int]] = []
-    """(first token, tokens); at most MAX_LISTED_IMAGES."""
 
 
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups. The table interleaves one block of each per `block_size` tokens."""
+    """KV cache groups, interleaved in the table."""
     computed_tokens: int
     num_blocks: int
-    """Entries of the whole table."""
     block_ids: list[int]
-    """At most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
     ref_counts: list[int]
     cached: list[bool]
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Bytes of one engine's device. The other fields add up to `total`."""
+    """Bytes of one engine's device. `total` is the sum of the other fields."""
 
     total: int
     weights: int
     kv: int
-    """KV blocks and recurrent states."""
     activations: int
-    """On a GPU, the rest of PyTorch's allocator; on the host, the process's growth since it was ready, without KV
-    blocks.
-    """
+    """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready."""
     runtime: int
-    """On a GPU, CUDA's own memory and other programs; on the host, Python and libraries."""
+    """On a GPU, CUDA's own memory and other programs. On the host, Python and libraries."""
     others: int
-    """Other programs, on the host."""
     free: int
 
 
@@ -219,20 +193,17 @@ class EngineView(msgspec.Struct, frozen=True):
     requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index.
     """
     resident_bytes: int
-    """0 if unknown."""
     seconds: float
-    """Time to make this view."""
     memory: list[MemoryView] = []
-    """One per engine; empty if it cannot be measured."""
+    """One per engine; empty if unknown."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are seconds of time.monotonic(), one clock for all processes. The garbage collector tracks no field: with
-    100,000 records, collections held up the event loop for milliseconds.
+    """Times are in seconds of time.monotonic(). Fields must not be tracked by the garbage collector: with 100,000
+    records, it held up the event loop for milliseconds.
     """
 
     number: int
-    """Step number, starting at 1."""
     began_at: float
     scheduled_at: float
     computed_at: float
@@ -241,7 +212,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requests: int
     num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
-    """(request, first token, tokens), without plain decodes."""
+    """(request, first token, tokens), except plain decodes."""
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended), before the step."""
@@ -257,7 +228,6 @@ _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_b
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """`stats` must not be empty."""
     summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
     tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [

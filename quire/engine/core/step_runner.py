@@ -25,8 +25,8 @@ class _LaunchedStep:
 
 class StepRunner:
     """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
-    condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first:
-    otherwise the request would sit out every other step.
+    condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first.
+    Otherwise the request would miss every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -44,7 +44,6 @@ class StepRunner:
         return self._scheduler.has_requests or bool(self._in_flight)
 
     def run_step(self) -> list[EngineCoreOutput]:
-        """Includes outputs of adds and aborts."""
         self.last_record = None
         if self._in_flight and self._scheduler.needs_host_tokens:
             self._heartbeat.begin_step([])

@@ -1,1 +1,0 @@
-"""Encoders and vision towers."""

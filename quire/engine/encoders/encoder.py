@@ -1,5 +1,5 @@
-"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. Keys and values live for one layer, in KV blocks,
-so decoders' attention kernels apply. A prompt takes one step.
+"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. KV blocks hold one layer's keys and values at a
+time, so decoders' attention kernels apply. A prompt takes one step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 MAX_BUCKET_DISTANCE = 128
-"""Farther positions share a bucket."""
 
 
 class _EncoderLayerWeights:
@@ -99,8 +98,6 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
-    """Load weights through `parameters()` before use."""
-
     def __init__(
         self,
         spec: EncoderSpec,
@@ -112,7 +109,6 @@ class Encoder:
         max_model_len: int,
         report_progress: Callable[[], None],
     ) -> None:
-        """`report_progress` is called after every layer."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
@@ -131,7 +127,6 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
-        """Keyed by checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -144,7 +139,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; None: all tokens are in the first segment."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; segments default to 0."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -162,7 +157,7 @@ class Encoder:
         """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
         (ascending).
 
-        `lengths`: lengths of sequences that attend to each other, by metadata group. `cos_sin` [T, head_dim] float32.
+        `lengths`: by metadata group, of sequences that attend within themselves. `cos_sin` [T, head_dim] float32.
         `splits_tokens`: a chunk may hold part of a sequence.
         """
         backend = self._backend
@@ -253,7 +248,6 @@ class Encoder:
         return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
     def _expand_relative_bias(self, tensor: Tensor) -> Tensor:
-        """[buckets, heads] to AttentionParams.relative_bias."""
         max_len = self.max_model_len
         distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)
         return F.pad(tensor[relative_buckets(distances, self.spec.num_buckets)].T, (0, 16)).contiguous()

@@ -1,5 +1,5 @@
-"""Splits an encoder's work into chunks, each one layer of some tokens; other steps can run between them. Bits stay the
-same because kernels compute tokens independently.
+"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. Bits stay
+equal.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""(range of the step's tokens, metadata) per chunk."""
+"""Per chunk: the range of the step's tokens, and metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """Ignore the yielded costs. Return the generator's result."""
+    """Ignores the yielded costs."""
     while True:
         try:
             next(chunks)
@@ -33,7 +33,7 @@ def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
 
 
 def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
-    """In the unit of VisionSpec.encoder_cost."""
+    """Costs have the unit of VisionSpec.encoder_cost."""
     return tokens * (1 + num_visible / (4 * hidden))
 
 
@@ -56,8 +56,8 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """Chunks of at most `max_rows` tokens (None: one chunk) for prompts of `lengths` [S] int64. Store all keys before
-    any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
+    """Chunks of at most `max_rows` tokens (None: one chunk) for prompts of `lengths` [S] int64. The caller must store
+    all keys before any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
     """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
@@ -97,5 +97,4 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
-    """[S] to [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

@@ -27,10 +27,10 @@ from quire.engine.worker.warmup import warm_up_runner
 
 
 class EngineCoreBuilder:
-    """Starts the worker. Do not keep it: it holds the weights."""
+    """Do not keep this object, because it holds the weights."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
-        """`tensors`: by checkpoint name, instead of files. Raises ConfigError."""
+        """`tensors`: weights by checkpoint name, instead of files. Raises ConfigError."""
         path = resolve_model_with_overrides(config)
         model = apply_context_settings(load_model_config(config, path), config)
         config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))
@@ -50,7 +50,6 @@ class EngineCoreBuilder:
         self._notes = [*self.worker.engine_info.notes, *warmup_notes]
 
     def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader:
-        """Raises ConfigError."""
         plan = self.worker.kv_plan
         kv_offloader, tier_notes = make_kv_offloader(
             self.config,
@@ -65,7 +64,6 @@ class EngineCoreBuilder:
         return kv_offloader
 
     def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader) -> Scheduler:
-        """Raises ConfigError."""
         return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
 
     def build_memory_meter(self, info: EngineInfo) -> MemoryMeter:

@@ -1,5 +1,3 @@
-"""Measures how an engine's device memory is divided, for the live view."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,9 +15,8 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
-    """Call when the engine is ready: everything its process then has in RAM counts as weights and libraries. The meter
-    returns None for devices that do not report their memory, and for an engine of several processes, because each has
-    its own memory with a part of the model.
+    """Call when the engine is ready, because everything then in RAM counts as weights and libraries. The meter returns
+    None for unsupported devices, and for an engine of several processes.
     """
     if world_size > 1:
         return lambda: None

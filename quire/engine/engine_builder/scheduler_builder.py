@@ -21,7 +21,6 @@ def make_scheduler(
     drafter: Drafter | None,
     kv_offloader: KVOffloader,
 ) -> Scheduler:
-    """Raises ConfigError."""
     plan = worker.kv_plan
     scheduler = resolve_scheduler_class(config)(
         SchedulerConfig(
@@ -51,7 +50,7 @@ def make_scheduler(
 
 
 def make_kv_event_publisher(config: EngineConfig, *, caches_prefixes: bool) -> KVEventPublisher | None:
-    """None without --kv-events-config. Raises ConfigError."""
+    """None if not configured. Raises ConfigError."""
     if config.kv_events_config is None or not config.kv_events_config.is_enabled:
         return None
     has_tiers = bool(config.kv_offload_memory or config.kv_offload_dir or config.kv_offload_tier)

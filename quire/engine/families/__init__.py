@@ -18,7 +18,6 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
-    """None if no file here describes it."""
     family = find_any_family(model_type)
     return family if isinstance(family, DecoderFamily) else None
 
@@ -60,7 +59,7 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
-    """The family in the module of this name, if there is one. Importing all modules takes a tenth of `quire plan`."""
+    """Importing all modules would take a tenth of `quire plan`."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

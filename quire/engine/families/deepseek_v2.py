@@ -42,7 +42,6 @@ _ROUTING: SpecFields = {
 
 
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
-"""llama.cpp's values of expert_gating_func."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
 """Older files of DeepSeek-V3 do not record that 4 of 8 groups are chosen."""
 MLA_GGUF_MODULES = {
@@ -71,7 +70,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Newer files store separate sizes for cached keys and values and for the heads' keys and values."""
+    """Newer files have separate sizes for cached and for expanded keys and values."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
@@ -88,7 +87,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file's multiplier gives mscale_all_dim. mscale equals it in published models."""
+    """mscale_all_dim follows from the file's multiplier; mscale equals it in published models."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

@@ -40,7 +40,6 @@ def _fill_falcon_h1_fields(fields: dict[str, Any]) -> None:
 
 
 def _build_falcon_h1_spec(config: ModelConfig) -> DecoderSpec:
-    """Attention's multipliers are folded into its scales."""
     raw, base = config.raw, LLAMA.decoder_spec(config)
     read, out = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
     key = raw.get("key_multiplier") or 1.0
@@ -78,7 +77,7 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
 
 
 def _read_falcon_h1_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Multipliers are folded into the weights."""
+    """The weights already contain the multipliers."""
     has_norm = metadata.any_layer_has_tensor("ssm_norm.weight")
     return read_mamba2_fields(metadata, fields) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
 

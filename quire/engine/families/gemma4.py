@@ -40,7 +40,7 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""Keyed by whether the layer has a window."""
+"""True: the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
@@ -132,7 +132,6 @@ def _layer_spec(
 def _kv_heads(
     config: ModelConfig, layer: int, overrides: Mapping[int, LayerOverrides] | None, *, has_window: bool
 ) -> tuple[int, int]:
-    """Raises ModelError."""
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
     if overrides is not None:
@@ -152,7 +151,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """Return per_layer_config's overrides by layer; None without it. Keys may have leading zeros. Raises ModelError."""
+    """per_layer_config by layer. Keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -29,7 +29,6 @@ _SUPPORTED_VALUES = {
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
 }
-"""The only supported values, also used as defaults."""
 
 
 def _build_gte_spec(config: ModelConfig) -> EncoderSpec:

@@ -20,7 +20,6 @@ _PER_LAYER_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_siz
 
 
 def _fill_hunyuan_v1_moe_fields(fields: dict[str, Any]) -> None:
-    """Some fields are per-layer lists of equal numbers."""
     for name in _PER_LAYER_FIELDS:
         value = fields.get(name)
         if isinstance(value, list) and value and all(each == value[0] for each in value):

@@ -35,11 +35,10 @@ _DENSE_MODULES = {
     for module in ("mlp", "block_sparse_moe")
     for name in ("gate", "up", "down")
 }
-"""Of layers without experts; transformers saves them under the experts' name."""
+"""transformers saves MLPs of layers without experts under the experts' name."""
 
 
 def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
-    """Published files have linear_attn_config, those that transformers saved have its contents."""
     linear = fields.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     fields |= {name: linear[alias] for alias, name in _SIZES.items() if linear.get(alias) is not None}
@@ -52,7 +51,7 @@ def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
 
 
 def _check_kimi_linear(config: ModelConfig) -> None:
-    """Raises ModelError, also for what Kimi K3's text part adds."""
+    """Raises ModelError, also for Kimi K3's additions."""
     raw = config.raw
     linear = raw.get("linear_attn_config") or {}
     named = (linear.get("kda_layers"), linear.get("full_attn_layers"))

@@ -28,7 +28,6 @@ _DEFAULT_LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")
 
 
 def _fill_lfm3_fields(fields: dict[str, Any]) -> None:
-    """By default, one in four layers has full attention, one in four sliding attention; the first is a convolution."""
     fill_layer_types(fields, lambda layer: _DEFAULT_LAYER_TYPES[layer % 4] if layer else "conv")
 
 

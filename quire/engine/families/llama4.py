@@ -26,7 +26,6 @@ from quire.engine.families.base import (
 
 
 def _fill_llama4_fields(fields: dict[str, Any]) -> None:
-    """By default, layers with RoPE use chunked attention."""
     every, rotates = fields.get("no_rope_layer_interval") or 4, fields.get("no_rope_layers")
     if isinstance(every, int) and every >= 1:
         fill_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))
@@ -50,7 +49,6 @@ def _qk_norms(config: ModelConfig) -> list[str | None]:
 
 
 def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
-    """Per layer. Only layers without RoPE scale queries."""
     raw = config.raw
     scale = raw.get("attn_scale")
     scaling = None

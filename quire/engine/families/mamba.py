@@ -26,7 +26,7 @@ from quire.engine.families.base import (
 
 
 def fill_attention_free_mamba_fields(fields: dict[str, Any]) -> None:
-    """Adds sizes of attention and MLPs, which other code reads."""
+    """Other code reads sizes of attention and MLPs."""
     fill_mamba_sizes(fields, inner_size=fields.get("mamba_d_ssm"))
     if isinstance(inner := fields.get("mamba_d_ssm"), int):
         heads, head_size = fields["mamba_n_heads"], fields["mamba_d_head"]

@@ -33,7 +33,6 @@ MAMBA2_MIXER_MODULES: LayerModules = {
 
 
 def _fill_mamba2_fields(fields: dict[str, Any]) -> None:
-    """Adds sizes of attention and MLPs, which other code reads."""
     fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
     fill_mamba2_head_dim(fields)
     heads, hidden = fields.get("mamba_n_heads"), fields.get("hidden_size")

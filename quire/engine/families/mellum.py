@@ -9,7 +9,6 @@ from quire.engine.families.qwen3_moe import QWEN3_MOE
 
 
 def _fill_mellum_fields(fields: dict[str, Any]) -> None:
-    """By default, all layers have full attention."""
     fill_layer_types(fields, lambda layer: "full_attention")
 
 

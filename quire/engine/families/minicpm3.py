@@ -7,7 +7,6 @@ from quire.engine.families.base import DecoderFamily, ModelConfig, mla_mixers_re
 
 
 def _residual_multiplier(config: ModelConfig) -> float:
-    """As in Granite, the residual stream is kept divided by it."""
     return (config.raw.get("scale_depth") or config.num_layers**0.5) / config.num_layers**0.5
 
 

@@ -38,7 +38,6 @@ from quire.engine.families.mamba2 import MAMBA2_MIXER_MODULES
 
 _PATTERN_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 LATENT_MOE_PROJECTIONS = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
-"""From hidden states to the experts' latent space (moe_latent_size), and back."""
 
 
 def _fill_nemotron_h_fields(fields: dict[str, Any]) -> None:

@@ -41,7 +41,6 @@ def delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
 
 
 def _fill_qwen3_5_fields(fields: dict[str, Any]) -> None:
-    """By default, one in every full_attention_interval (default 4) layers has full attention."""
     every = fields.get("full_attention_interval") or 4
     if isinstance(every, int):
         fill_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")

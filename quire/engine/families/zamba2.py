@@ -72,7 +72,6 @@ def _build_zamba2_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _shared_transformer_spec(config: ModelConfig, *, weights_layer: int, use_index: int) -> SharedTransformerSpec:
-    """`weights_layer`: the first layer that uses the block; it holds the weights."""
     raw, norm = config.raw, NormSpec(config.norm_eps)
     if (activation := _GATE_ACTIVATIONS.get(hidden_activation(config) or "gelu")) is None:
         raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")

@@ -1,4 +1,4 @@
-"""Decodes image files. These may be hostile, so a server decodes in a process that may be killed."""
+"""Decodes image files, which may be hostile. A server decodes in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _BAND_ROWS = 256
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
-"""EXIF's tag, and its values that swap width and height."""
 
 
 def preload_decoders() -> None:
-    """Call before a fork: Pillow would import forty formats at the first WEBP."""
+    """Call before a fork, because Pillow would import forty formats at the first WEBP."""
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 
@@ -72,7 +71,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """Avoids getexif, which decodes all pixels of a PNG, unless metadata follows them."""
+    """getexif would decode all pixels of a PNG, which is avoided unless metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -112,7 +111,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """Composite bands of rows: a large image's RGBA copies would exceed a worker's memory."""
+    """Works on bands of rows, because a large image's RGBA copies would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

@@ -27,7 +27,6 @@ class RequestImage:
     field_path: str
     file_or_image: bytes | Pillow.Image
     low_detail: bool = False
-    """Do not cut into tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> Multimod
 class MultimodalPromptBuilder:
     vision: VisionSpec
     template_image_token: str
-    """Written by chat templates for each image."""
     tokenizer: Tokenizer
 
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
@@ -75,13 +73,11 @@ class MultimodalPromptBuilder:
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
-        """Raises InvalidRequest."""
         (content,) = self.make_tiles_of_image(request_image)
         token = self.vision.image_token_id
         return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
 
     def make_tiles_of_image(self, request_image: RequestImage) -> list[Image]:
-        """Raises InvalidRequest."""
         file = self._open_image(request_image)
         (layout,) = self._make_layouts([file], [request_image])
         return self._decode_and_resize(layout, file, request_image)
@@ -135,7 +131,6 @@ class MultimodalPromptBuilder:
     def _locate_spans(
         self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
     ) -> tuple[MediaSpan, ...]:
-        """`runs`: lengths of each content's runs of adjacent image tokens."""
         positions = [position for position, token in enumerate(ids) if token == self.vision.image_token_id]
         spans, begin = list[MediaSpan](), 0
         for content, counts in zip(contents, runs, strict=True):
@@ -162,7 +157,7 @@ class MultimodalPromptBuilder:
 def make_tiles_by_tile_digest(
     reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
 ) -> dict[str, Image]:
-    """Tiles at both details, keyed by the hex digest of receipts. Raises InvalidRequest."""
+    """Tiles at both levels of detail, by their hex digest in receipts. Raises InvalidRequest."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):

@@ -17,7 +17,7 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20
-"""Evicted features are recomputed to the same bits."""
+"""Evicted features are recomputed, with the same bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
@@ -26,7 +26,7 @@ def can_read_images(raw: Mapping[str, Any]) -> bool:
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """None if the model reads no images. `raw` replaces the content of config.json. Raises ModelError."""
+    """None if the model reads no images. `raw` replaces config.json. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -38,7 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """(all parameters, quantizable ones); (0, 0) without images. Raises ModelError."""
+    """(all parameters, quantizable parameters); (0, 0) without images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
@@ -48,7 +48,6 @@ def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -
 def _make_vision_spec(
     content: Mapping[str, Any], preprocessor: PreprocessorFields, label: str, *, parameters_only: bool = False
 ) -> VisionSpec:
-    """Raises ModelError."""
     vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(vision_config, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")

@@ -27,9 +27,7 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
-    """Results of pack_one_adapter, keyed by linear index."""
     embedding: tuple[Tensor, Tensor] | None
-    """[vocab, rank] and [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +38,11 @@ class _TargetModuleLocation:
 
 
 class AdapterManager:
-    """Any thread may pack adapters; put them into slots between steps."""
+    """Any thread may pack adapters. Put them into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Slots are numbered from 1."""
         self.absent_module_prefixes: tuple[str, ...] = ()
         self._backend = backend
         self._num_slots = num_slots
@@ -59,7 +56,6 @@ class AdapterManager:
     def add_slots_to_linear(
         self, linear: Linear, parts: Mapping[str, int], in_features: int, cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """`parts`: out_features by module."""
         sizes = [cuts[name].sliced_sizes(outs, in_features) for name, outs in parts.items()]
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
@@ -71,11 +67,10 @@ class AdapterManager:
 
     @property
     def supports_embeddings(self) -> bool:
-        """Embedding deltas wait for the host, which GPU steps must not."""
+        """Embedding deltas wait for the host, which GPU steps must not do."""
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
-        """Thread-safe."""
         deltas: dict[int, list[LoraDelta]] = {}
         embedding = None
         for name, weights in sorted(modules.items(), key=lambda item: self._target_sort_key(item[0])):
@@ -102,7 +97,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Row by row: a row's bits depend on nothing else."""
+        """Row by row, so that a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

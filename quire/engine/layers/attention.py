@@ -33,7 +33,6 @@ from quire.kernels.quantized_tensors import Activations
 
 class PagedKVSublayer(Sublayer):
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, kv_heads: int) -> None:
-        """`kv_heads`: this rank's."""
         self._spec = spec
         self._build_context = build_context
         self._kv_heads = kv_heads
@@ -145,7 +144,7 @@ class Attention(PagedKVSublayer):
 
     @cached_property
     def rope_params(self) -> QKNormRopeParams:
-        """Needs loaded weights."""
+        """Requires loaded weights."""
         spec, (q_norm, k_norm) = (
             self._spec,
             (self._head_norms.get_weight(f"{self._prefix}.{name}_norm") for name in "qk"),
@@ -165,7 +164,9 @@ class Attention(PagedKVSublayer):
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
-        """`axes` [T, 3]: each frequency uses one coordinate. Three equal ones give the same bits as a position."""
+        """`axes` [T, 3]: each frequency uses one coordinate. Three equal coordinates give the same bits as a
+        position.
+        """
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 

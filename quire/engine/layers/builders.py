@@ -37,7 +37,6 @@ from quire.engine.layers.sublayer import BuildContext, Sublayer
 
 @singledispatch
 def build_sublayer(spec: SublayerSpec, build_context: BuildContext, layer: str) -> Sublayer:
-    """`layer`: its name in the checkpoint."""
     raise NotImplementedError(f"no module is registered for {type(spec).__name__}")
 
 

@@ -25,7 +25,7 @@ class Embedding:
         embeds_tokens: bool = True,
         scale: float,
     ) -> None:
-        """`tied`: also the LM head. `embeds_tokens`: False for a head alone."""
+        """`tied`: also used as the LM head. `embeds_tokens`: False for a head alone."""
         self._shard = build_context.shard
         self._vocab_size, self._hidden_size = shapes.rows_and_columns(EMBED_TOKENS)
         self._cut = build_context.shard.output_slice(self._vocab_size)
@@ -52,7 +52,6 @@ class Embedding:
         }
 
     def embed_tokens(self, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """[T] to a new tensor [T, hidden]."""
         x = self.lookup_rows(token_ids)
         if self._adapters is not None:
             x = self._adapters.add_embedding_deltas(x, token_ids, context)
@@ -70,7 +69,6 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """float32, of this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 
@@ -93,5 +91,4 @@ class PositionEmbedding:
         }
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """In place."""
         return x.add_(F.embedding(positions, self._table[EMBED_POSITIONS]))

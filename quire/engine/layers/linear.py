@@ -18,13 +18,11 @@ class Projection(Protocol):
     def parameters(self) -> ParameterTable: ...
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
-        """[T, in_features] to [T, out_features]. Does not modify x."""
+        """[T, in_features] to [T, out_features]. Must not change x."""
 
 
 class FusedLinear:
-    """Linears with one input, such as q, k, v. The last tensor triggers packing: loading never holds much more than the
-    model.
-    """
+    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, which saves memory."""
 
     def __init__(
         self,
@@ -63,7 +61,6 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
-        """`names` replace the parts' names, in order."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
@@ -72,7 +69,7 @@ class FusedLinear:
         return use
 
     def watch_inputs(self, on_input: Callable[[Tensor], None]) -> None:
-        """`on_input` gets [rows, in_features]. Backends do not record a watched linear."""
+        """`on_input` receives [rows, in_features]. Backends do not record a watched linear."""
         packed = self.packed_linear
 
         def watched_linear(x: Tensor, context: LinearContext) -> Tensor:
@@ -125,7 +122,6 @@ class SharedLinear:
             self._packed_linear = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
-        """The weights' owner loads them."""
         return {}
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
@@ -134,8 +130,6 @@ class SharedLinear:
 
 
 class DequantizedWeightLoader:
-    """Has no bias and no adapters."""
-
     def __init__(
         self,
         scheme: QuantizationScheme,
@@ -145,7 +139,7 @@ class DequantizedWeightLoader:
         cut: LinearSlice,
         on_loaded: Callable[[Tensor], None],
     ) -> None:
-        """`on_loaded` gets [out, in] in the model's dtype."""
+        """`on_loaded` receives [out, in] in the model's dtype."""
         self._scheme = scheme
         self._name = name
         self._slice = cut

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): a block keeps one latent and one rotated key per token for all
+"""Multi-head latent attention (DeepSeek-V2, 2024): a block stores one latent and one rotated key per token for all
 heads.
 
-Queries are absorbed into latent space, even in prefill, so that a row's bits depend on the row alone. If that is not
-required, backends may expand latents (`ExpandablePerHeadLinear`), which rounds differently.
+Queries are absorbed into latent space, even in prefill, so that a row's bits depend on the row alone. Otherwise
+backends may expand latents (`ExpandablePerHeadLinear`), which rounds differently.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthw
 
 
 class MLAttention(Sublayer):
-    """A rank has some heads and all latents."""
-
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
         shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
@@ -145,7 +143,7 @@ class MLAttention(Sublayer):
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """[T, heads * value]; expands latents where worthwhile."""
+        """Returns [T, heads * value]. Expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()

@@ -1,5 +1,3 @@
-"""MLP, gated (Shazeer, 2020) or not."""
-
 from __future__ import annotations
 
 from functools import cached_property

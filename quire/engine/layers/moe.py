@@ -26,9 +26,7 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """Only shared experts and latent projections take adapters. Ranks have whole experts or parts, and the whole
-    router.
-    """
+    """Only shared experts and latent projections take adapters. Ranks have the whole router."""
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
         backend, scheme = build_context.expert_packing or (build_context.backend, build_context.scheme)
@@ -154,7 +152,6 @@ class _SharedExpert:
 
     @property
     def input_linear(self) -> FusedLinear:
-        """Not the gate, which is never quantized."""
         return self._up
 
     def compute_output_and_gate(
@@ -174,7 +171,9 @@ class _SharedExpert:
 
 
 class _LatentProjections:
-    """Replicated. The output projection takes this rank's partial sum, so one reduction includes the shared experts."""
+    """Replicated. The output projection takes this rank's partial sum, so that one reduction includes the shared
+    experts.
+    """
 
     def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
         input_name, output_name = (f"{layer}.{name}" for name in spec.projection_names)
@@ -185,7 +184,6 @@ class _LatentProjections:
         return self.input_linear.parameters() | self._output_linear.parameters()
 
     def project_in(self, ops: Operations, x: Activations, step: ForwardContext) -> Tensor:
-        """Does not modify x."""
         return self.input_linear.project(ops, x, step.linear_context)
 
     def project_out(self, ops: Operations, x: Tensor, step: ForwardContext) -> Tensor:
@@ -195,7 +193,7 @@ class _LatentProjections:
 def _make_replicated_dense_linear(
     shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
-    """Never quantized: routing would change."""
+    """Never quantized, because routing would change."""
     scheme = UnquantizedScheme(build_context.backend, dtype)
     return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 
@@ -203,7 +201,6 @@ def _make_replicated_dense_linear(
 def _make_mlp_linears(
     shapes: SublayerShapes, shard: ModelShard, prefix: str, names: tuple[str, str, str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """Gate and up (fused), and down."""
     gate, up, down = (f"{prefix}.{name}" for name in names)
     size, input_names = shapes.in_features(down), [name for name in (gate, up) if name in shapes]
     return (
@@ -213,7 +210,6 @@ def _make_mlp_linears(
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:
-    """Another rank's expert is not read."""
     return tensor.new_empty(0)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016) weights."""
+"""float32 weights of RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
-    """float32."""
-
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
-        """`names`: sizes by checkpoint name."""
         self._sizes_by_name = names
         self._dtype = dtype
         self._spec = spec
@@ -51,8 +48,8 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if `linears`, its only readers, take that. `parallel`: (norm(residual),
-        residual).
+        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. With `parallel`, norms the residual
+        alone.
         """
         if parallel:
             assert residual is not None
@@ -68,7 +65,6 @@ class NormWeights:
         return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
-        """x if there is no such norm."""
         if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps
@@ -99,8 +95,6 @@ class NormWeights:
 
 
 class LayerNormWeights:
-    """float32; the bias is zero if the model has none."""
-
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size
         self.weight = torch.ones(size)

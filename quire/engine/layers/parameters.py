@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""Axes that a rank's slice cuts on reading; others are cut on packing."""
+"""Axes that a rank's slice cuts on reading. Others are cut on packing."""
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -22,11 +22,9 @@ def identity(tensor: Tensor) -> Tensor:
 class LoadableParameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Floating-point tensors are cast to it; others must be stored so."""
+    """Floating-point tensors are cast to this. Others must have it."""
     weight_loader: Callable[[Tensor], None]
-    """Takes a tensor of this dtype on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
-    """Applied on reading."""
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:
         assert (self.shape, self.dtype) == (other.shape, other.dtype)

@@ -23,7 +23,6 @@ PoolerHeadFunction = Callable[[Tensor], Tensor]
 class PoolingChunk:
     scheduled: ScheduledRequest
     first_row: int
-    """Its first token's index in the step."""
     prompt_len: int
     params: PoolingParams
 
@@ -33,7 +32,7 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Chunking does not matter: sums grow token by token, in float64 if the device has it."""
+    """Chunks do not affect results: sums grow token by token, in float64 if the device has it."""
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
@@ -43,12 +42,12 @@ class Pooler:
         self._accumulated = torch.empty(0)
         """[slots, hidden]: running sum or first state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
-        """[tokens, size] tensors, one per chunk, keyed by slot."""
+        """By slot: one tensor [tokens, size] per chunk."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """[R, size] float32 of prompts that end, or of their tokens. `hidden` [T, hidden]: all of the step's tokens."""
+        """Returns [R, size] float32. `hidden` [T, hidden] covers all tokens in the step."""
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
@@ -77,7 +76,6 @@ class Pooler:
         return torch.cat(finished_vectors)
 
     def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
-        """Sum tokens by prompt; for "cls", keep each prompt's first token."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
@@ -109,7 +107,7 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """Only for rows that end their prompt. `vectors`: float32, from `Pooler.pool`."""
+    """Only for rows that end their prompt. `vectors`: float32."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":
@@ -121,7 +119,7 @@ def postprocess_vectors_by_request_id(
 
 
 def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
-    """[size] or [tokens, size] float32; embeddings are truncated and normalized, scores become probabilities."""
+    """[size] or [tokens, size] float32."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
         wide = wide[..., : params.dimensions]

@@ -26,7 +26,6 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Required in addition to rope_theta, keyed by type."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
@@ -58,7 +57,6 @@ def _base_frequencies(theta: float, rotated: int) -> Tensor:
 
 
 def _attention_factor(rope: dict[str, Any]) -> float:
-    """Multiplies cosines and sines."""
     if rope["rope_type"] == "longrope":
         return _longrope_attention_factor(rope)
     if rope["rope_type"] == "yarn":
@@ -74,8 +72,8 @@ def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
 
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
-    """[heads, 2 * length + 15] of ALiBi (Press et al., 2022). Slopes are geometric; if `heads` is no power of two, the
-    rest comes from the next power's.
+    """ALiBi (Press et al., 2022) as [heads, 2 * length + 15]. Slopes are geometric. If `heads` is not a power of two,
+    the rest come from the next power of two.
     """
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
@@ -91,8 +89,8 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length, never per request:
-    keys would change midway.
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length. Choosing by request
+    would change keys midway.
     """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)
@@ -128,7 +126,6 @@ def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     base = max(math.log(rope["rope_theta"]), 1e-9)  # with theta 1, all frequencies are equal
 
     def correction_dim(turns: float) -> float:
-        """May be fractional."""
         return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * base)
 
     first, last = correction_dim(rope.get("beta_fast") or 32.0), correction_dim(rope.get("beta_slow") or 1.0)
@@ -165,13 +162,13 @@ def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
 
 
 def _axial_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """Used by vision towers: rows rotate one half of a head, columns the other."""
+    """For vision towers. Rows rotate one half of a head, columns the other."""
     half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
     return torch.cat((half, half))
 
 
 def _proportional_frequencies(frequencies: Tensor, rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Gemma 4: the lowest frequencies are zero."""
+    """In Gemma 4 the lowest frequencies are zero."""
     num_rotating = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
     return frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < num_rotating)
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs; o_proj and down_proj by inputs,
-with summed results. Norms and the residual stream are replicated.
+"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs, o_proj and down_proj by inputs,
+whose results are summed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LinearSlice:
     output_range: range | None = None
     input_range: range | None = None
     adds_bias: bool = True
-    """One of the summing ranks adds the bias."""
+    """Only one of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
         """Rows are outputs, columns inputs."""
@@ -42,7 +42,6 @@ class LinearSlice:
         return _narrow_axis(tensor, self.output_range, 0) if self.adds_bias else torch.zeros_like(tensor)
 
     def slice_lora(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """`down` [rank, in], `up` [out, rank]."""
         return _narrow_axis(down, self.input_range, 1), _narrow_axis(up, self.output_range, 0)
 
     def sliced_sizes(self, outs: int, ins: int) -> tuple[int, int]:
@@ -57,7 +56,7 @@ class LinearSlice:
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor: ...
 
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor:
-        """Raises ConfigError if it would split a group with one scale."""
+        """Raises ConfigError if it would split a group that has one scale."""
         if isinstance(weight, GroupedWeight):
             return self._slice_grouped(weight, linear)
         if isinstance(weight, Float8Weight):
@@ -103,16 +102,13 @@ class ModelShard:
     rank: int = 0
     world_size: int = 1
     group: Collective | None = None
-    """None for a single rank."""
     is_context_parallel: bool = False
-    """Decode context parallelism: ranks split tokens, not heads."""
 
     def rank_span(self, size: int) -> range:
-        """Consecutive, as equal as possible."""
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """With more ranks than heads, ranks share one. Context parallelism: all heads."""
+        """With more ranks than heads, several ranks have the same one. With context parallelism, each has all."""
         if self.is_context_parallel:
             return range(heads)
         return (
@@ -125,7 +121,6 @@ class ModelShard:
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
-        """Slice of a linear with `size` inputs; the ranks' results are summed."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1
@@ -151,15 +146,15 @@ class ModelShard:
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """[R, n] float32 to [R, size] on the first rank; others return x."""
+        """[R, n] float32 to [R, size] on the first rank. Others return x."""
         if self.group is None:
             return x
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """Each row's first maximum, [R] int64 on every rank; `values` [R] float32 and `indices` [R] int64 are this
-        rank's.
+        """Index of each row's first maximum, [R] int64 on every rank, from this rank's `values` [R] float32 and
+        `indices` [R] int64.
         """
         assert self.group is not None
         assert size <= 2**24, "float32 holds every place"

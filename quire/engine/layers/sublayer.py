@@ -25,7 +25,7 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 @dataclass(frozen=True, slots=True)
 class CacheTensorSpec:
     """The first axis is the KV block or slot. Blocks of more than 16 tokens are [blocks, tokens, ...] or [blocks,
-    pieces, ...], so prefixes can be copied.
+    pieces, ...], so that prefixes can be copied.
     """
 
     shape: tuple[int, ...]
@@ -46,20 +46,18 @@ class BuildContext:
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """By layer name; missing ones are 1."""
+    """By layer name; others are 1."""
     adapters: AdapterManager | None = None
-    """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """Set only if experts are packed unlike other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """Keyed by the name of their first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The KV cache's dtype, unless that is quantized."""
+        """The KV cache's dtype, unless quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -75,7 +73,6 @@ class BuildContext:
         return self.position_tables[key]
 
     def alibi_table(self, factor: float, heads: int, rank_heads: range) -> Tensor:
-        """AttentionParams.relative_bias of `rank_heads`."""
         key = f"alibi {factor} {heads}"
         if key not in self.position_tables:
             all_heads = factor * alibi_bias_table(heads, self.max_model_len)
@@ -87,7 +84,6 @@ class BuildContext:
 class ForwardContext:
     metadata: AttentionMetadata
     cache: LayerCache
-    """Block tensors, then slot tensors."""
     selected_rows: Tensor | None
     """Tokens needed after the last stateful sublayer; None: all."""
     per_layer_inputs: Tensor | None = None
@@ -98,7 +94,6 @@ class ForwardContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """Context of sublayers after all other rows are dropped."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -118,7 +113,7 @@ class SmoothableNorm:
 class Sublayer(ABC):
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Keyed by checkpoint name."""
+        """By checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
         return None
@@ -132,11 +127,10 @@ class Sublayer(ABC):
 
     @property
     def num_block_tensors(self) -> int:
-        """Includes another layer's, if this one reads them."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """State outside blocks; `num_drafts` tokens of a step may be rejected later."""
+        """`num_drafts` tokens of a step may be rejected later."""
         return ()
 
     @property
@@ -168,7 +162,7 @@ def compute_attention(
 
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
-    """Quantized if `down`, the only reader, takes that."""
+    """Quantized if its only reader, `down`, accepts that."""
     if (rounding := choose_rounding_and_needs_unrounded((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
         return form.gate_and_round(gate_up, gelu=gelu, whole=whole)

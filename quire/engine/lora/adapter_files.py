@@ -1,6 +1,4 @@
-"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch, because a server refuses an
-adapter before its engine sees it.
-"""
+"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""Trained scales are below 100; far higher ones overflow results."""
+"""Trained scales are below 100. Far higher ones overflow results."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -33,10 +31,8 @@ _HALF_OF_SUFFIX = {
     ".lora_embedding_B": "up",
 }
 _BASE_WEIGHT_SUFFIXES = (".base_layer.weight",)
-"""PEFT saves base weights with an adapted embedding."""
 _MODULE_PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that change the base weights."""
 
 
 class _AdapterConfig(TypedDict, total=False):
@@ -73,9 +69,9 @@ _UNSUPPORTED_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class AdapterModuleSpec:
     lora_a: str
-    """Name of a tensor [rank, in_features] in the file."""
+    """[rank, in_features]."""
     lora_b: str
-    """Name of a tensor [out_features, rank]."""
+    """[out_features, rank]."""
     rank: int
     scale: float
     """lora_alpha / r; with use_rslora lora_alpha / sqrt(r)."""
@@ -84,7 +80,6 @@ class AdapterModuleSpec:
 def read_adapter_specs(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True
 ) -> dict[str, AdapterModuleSpec]:
-    """Raises AdapterError."""
     try:
         config = _read_config(folder)
         headers = read_file_headers(folder / WEIGHTS_FILE)
@@ -136,7 +131,6 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """Keyed by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -168,7 +162,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """`name`: PEFT's. None: the model has no such module."""
+    """None if the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
@@ -209,7 +203,7 @@ def _make_module_spec(
 
 
 def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The first pattern that equals the name or its end wins, as in PEFT."""
+    """As in PEFT, the first pattern that equals the name or its end wins."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

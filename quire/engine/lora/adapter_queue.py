@@ -1,7 +1,7 @@
 """A waiting queue in which requests wait for adapters without delaying others.
 
 An adapter keeps its slot while a request needs it, even a preempted one. If no slot is free, the adapters with the
-fewest users accept no new users, so no adapter waits forever.
+fewest users accept no new users, so that no adapter waits forever.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""Longest wait of an idle engine for a load before it checks for messages."""
+"""After this an idle engine checks for messages."""
 
 
 @dataclass(slots=True)
 class _AdapterSlot:
-    """Numbers begin at 1."""
-
     number: int
     digest: str = ""
     name: str = ""
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
     is_closed: bool = False
-    """Another adapter waits for the slot."""
+    """Another adapter waits for this slot."""
     last_used: int = 0
-    """Counted in sequences, not seconds."""
+    """Counts uses, not seconds."""
 
 
 class AdapterQueue(FairQueue):
@@ -40,7 +38,6 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_AdapterSlot(number) for number in range(1, slots + 1)]
         self._waiting_by_adapter: dict[str, list[Request]] = {}
-        """Holds no empty lists."""
         self._num_uses = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -122,7 +119,6 @@ class AdapterQueue(FairQueue):
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
 
     def _missing_adapters(self) -> list[str]:
-        """Sorted by their most urgent request."""
         loaded = {slot.digest for slot in self._slots}
         waiting = {
             digest: min(request.priority_key for request in requests)
@@ -132,7 +128,6 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """An empty slot, else the least recently used one without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -147,7 +142,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Close `count` slots: first those already closed, then those with the fewest users."""
+        """First those already closed, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

@@ -1,4 +1,4 @@
-"""Copies of adapters, named by content hash. The copy is checked, so every engine reads checked files."""
+"""Checked copies of adapters, named by content hash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from quire.engine.lora.weight_checks import check_base_weights, check_finite
 _COPY_BYTES = 2**20
 _UNFINISHED_PREFIX = "new-"
 _MAX_HEADER_BYTES = 16 * 2**20
-"""Allowed in addition to the weights."""
 
 
 class AdapterStore:
@@ -28,7 +27,7 @@ class AdapterStore:
     def __init__(
         self, root: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True, weights: Path | None = None
     ) -> None:
-        """`root` must exist and belong to this store alone. `weights`: the model's folder."""
+        """`root` must belong to this store alone. `weights`: the model's folder."""
         self._weights = weights
         for unfinished in root.glob(f"{_UNFINISHED_PREFIX}*"):  # left by a killed process
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -39,7 +38,7 @@ class AdapterStore:
         self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
-        """Copy and check a folder or hub id. Slow: call in a thread. Empty `allowed_folders` allows any."""
+        """Copy and check a folder or hub id. Slow, so call it in a thread. Empty `allowed_folders` allows any."""
         folder = _resolve_folder(path, allowed_folders)
         try:
             temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))
@@ -102,7 +101,7 @@ class AdapterStore:
 
 
 def _rename_unless_stored(temporary: Path, target: Path) -> None:
-    """Another thread may have stored the same adapter, and a non-empty folder cannot be replaced."""
+    """Another thread may have stored the same adapter."""
     if target.is_dir():
         return
     try:

@@ -37,7 +37,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LocalAdapters:
-    """Deletes copies that are neither recent nor in use, because a trainer that writes an adapter at every step would
+    """Deletes copies that are neither recent nor in use. Otherwise a trainer that writes an adapter at every step would
     fill the disk.
     """
 
@@ -47,9 +47,7 @@ class LocalAdapters:
         self._modules, self._max_rank = adaptable_modules(model), config.max_lora_rank
         self._max_known = config.max_cpu_loras or 4 * config.max_loras
         self._recent_adapters: dict[tuple[str, int, str], Adapter] = {}
-        """Least recently used first."""
         self._num_copies = Counter[str]()
-        """Live Adapter objects per digest."""
         self._lock = threading.RLock()
 
     def use_engine_modules(self, info: EngineInfo) -> None:
@@ -80,7 +78,6 @@ class LocalAdapters:
         return adapter
 
     def _add_adapter(self, request: LoRARequest) -> Adapter:
-        """Raises AdapterError."""
         root = Path(self._folder.name)
         store = AdapterStore(root, self._modules, self._max_rank, weights=resolve_weights(self._config))
         try:
@@ -111,7 +108,6 @@ def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, diges
 def resolve_lora_requests(
     adapters: LocalAdapters | None, lora_request: LoRARequests, count: int
 ) -> list[Adapter | None]:
-    """Raises InvalidRequest."""
     if adapters is not None:
         return adapters.resolve_requests(lora_request, count)
     if lora_request is not None:

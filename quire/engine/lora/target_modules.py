@@ -17,8 +17,8 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """All linears except experts', the embedding and the head, by checkpoint name, where some are fused. Empty for the
-    transformers backend, because only its engine knows the modules.
+    """All linears except experts', the embedding and the head. Empty for the transformers backend, because only its
+    engine knows the modules.
     """
     if model.transformers_config is not None:
         return {}
@@ -37,7 +37,7 @@ def target_linears(model: ModelConfig) -> ModuleShapes:
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """Assumes attention and a gated MLP for an unknown architecture. Raises ModelError, or ConfigError if a size is
+    """For an unknown architecture, assumes attention and a gated MLP. Raises ModelError, or ConfigError if a size is
     missing.
     """
     text = normalize_config_fields(raw.get("text_config") or raw)
@@ -63,5 +63,4 @@ def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False)
 
 
 def effective_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
-    """Includes adapters in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

@@ -22,11 +22,10 @@ _EXPONENT_BITS = {
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, first and last byte."""
 
 
 def check_finite(file: Path) -> None:
-    """Raise AdapterError for infinity, NaN or integers."""
+    """Raises AdapterError for infinity, NaN or integers."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
     for name, (dtype, begin, end) in read_tensor_ranges(file).items():
         if dtype not in _EXPONENT_BITS:
@@ -39,8 +38,8 @@ def check_finite(file: Path) -> None:
 
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
-    """Raise AdapterError unless base weights saved with an adapter equal the model's: they may have been trained or
-    resized. `names`: modules by tensor name.
+    """Raises AdapterError unless base weights saved with an adapter equal the model's. `names`: modules by tensor
+    name.
     """
     for tensor_name, module in names.items():
         where = f"{file.name}: {tensor_name[:120]}"
@@ -56,7 +55,6 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
-    """A tied head uses the embedding's."""
     locations: dict[str, _TensorLocation] = {}
     for shard in find_weight_files(weights):
         if is_pickled(shard) or not shard.is_file():
@@ -71,7 +69,7 @@ def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
 
 
 def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
-    """Equal up to bfloat16 rounding (8 mantissa bits)."""
+    """Allows for bfloat16 rounding (8 mantissa bits)."""
     numbers, others = _read_numbers(first), _read_numbers(second)
     if numbers is None or others is None or len(numbers) != len(others):
         return False

@@ -8,7 +8,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """Raises ModelError if nothing serves the model."""
+    """Raises ModelError."""
     if config.transformers_config is None:
         return build_decoder_spec(config)
     spec: DecoderSpec = import_module("quire.engine.models.transformers_backend.spec").transformers_spec(config)

@@ -1,7 +1,4 @@
-"""A decoder-only transformer built from layers, each a tuple of residual sublayers.
-
-A family maps config.json to a DecoderSpec and has no other model code.
-"""
+"""A decoder-only transformer built from layers, each a tuple of residual sublayers."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from quire.kernels.streaming.weight_offloader import WeightOffloader
 KVCache = list[LayerCache]
 """By index in the block (engine/checkpoint/kv_cache_groups.py)."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Longer steps call recorded layers one by one and report progress after each."""
+"""Longer steps report progress after each layer."""
 
 
 class _BoundSublayer(NamedTuple):
@@ -56,7 +53,6 @@ class _BoundSublayer(NamedTuple):
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
-    """A layer's cache holds block tensors, then slot tensors."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
@@ -87,7 +83,6 @@ class MediaEmbeddings(NamedTuple):
 
 class Decoder:
     transformers_class = ""
-    """"" without the transformers backend."""
 
     def __init__(
         self,
@@ -100,8 +95,8 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's; the first
-        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
+        """`report_progress` is called after every layer and before logits. `layers`: those of this pipeline stage. The
+        first stage has the embedding, the last one the final norm and the head.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -194,7 +189,6 @@ class Decoder:
 
     @property
     def absent_module_prefixes(self) -> tuple[str, ...]:
-        """Tensors of other stages, and of an unused head."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
             *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
@@ -204,9 +198,7 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Indexed by layer index in the block. Layers with the same index belong to different groups and share its
-        tensors.
-        """
+        """By layer index in the block. Layers with the same index belong to different groups and share its tensors."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -215,7 +207,6 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Indexed by layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -226,7 +217,6 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """Bytes of a block in all layers of all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -235,7 +225,6 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """Covers all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -245,7 +234,6 @@ class Decoder:
 
     @cached_property
     def layers_of_all_stages(self) -> list[list[Sublayer]]:
-        """Other stages' layers have no weights."""
         if len(self.layers) == self.spec.num_layers:
             return self._layers
         layers = enumerate(self.spec.layers)
@@ -259,7 +247,6 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """Covers all groups and processes; a block has room for `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -269,7 +256,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Return [R, hidden] at `rows` [R], ascending; store keys and values of all T tokens."""
+        """Return [R, hidden] at ascending `rows` [R]. Stores keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -299,7 +286,6 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The last layer computes only `output_rows`, if given."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -339,7 +325,6 @@ class Decoder:
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run a pipeline stage other than the last."""
         x, residual, _ = self._run_stage(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual
@@ -353,7 +338,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. The last one computes only `output_rows`, if given."""
+        """`layers`: indices in this stage. The last layer computes only `output_rows`, if given."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
@@ -401,7 +386,6 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
-        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -412,7 +396,6 @@ class Decoder:
         return self._recorded_layers[1]
 
     def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, hidden]."""
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
@@ -422,7 +405,7 @@ class Decoder:
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Argmax [R] int64 on every rank; flags [R] are valid on the first. The host does not wait; ranks exchange two
+        """Argmax [R] int64 on every rank; flags [R], valid on the first. The host does not wait. Ranks exchange two
         numbers per row.
         """
         logits = self._shard_logits(hidden, context)
@@ -444,5 +427,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """[R]. NaN spreads to whole rows, so one logit suffices: a tenth of the time of checking all."""
+    """[R]. NaN spreads to whole rows, so one logit suffices, in a tenth of the time."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -35,7 +35,6 @@ def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpe
 
 
 def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | list[MLALayerSpec]:
-    """One per shape, or the widest MLA."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec):
         return [widest_spec]
@@ -45,12 +44,10 @@ def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | li
 
 
 def has_sinks(spec: DecoderSpec) -> bool:
-    """Attention sinks, as in gpt-oss."""
     return any(each.sinks for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
 def has_chunked_attention(spec: DecoderSpec) -> bool:
-    """As in Llama 4."""
     return any(each.chunked for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
@@ -59,7 +56,7 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """On CPUs, MLA's latent head; elsewhere the expanded one, because MLA has its own kernels."""
+    """On CPUs, MLA's latent head. Elsewhere MLA has its own kernels."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
@@ -116,7 +113,6 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
 
 
 def attention_requirements(spec: DecoderSpec, kv_dtype: torch.dtype, *, ranks: int = 1) -> AttentionRequirements:
-    """`ranks`: of context parallelism."""
     return AttentionRequirements(
         softcap=widest_attention_spec(spec).softcap is not None,
         sinks=has_sinks(spec),

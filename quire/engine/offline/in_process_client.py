@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """An engine core in a task of the current event loop. Nothing else runs on the loop during a step."""
+    """Runs an engine core in a task of the current event loop. During a step, the loop runs nothing else."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """Ids in order of submission."""
+        """In order of submission."""
         self._work_event = asyncio.Event()
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """The first engine's capacity settings, for later engines."""
+        """The first engine's capacity, for later engines."""
         self._has_given_tensors = False
-        """The weights came as tensors: no file has them."""
+        """Weights came as tensors, so no file has them."""
         self._earlier_stats = EngineStats()
-        """Counters of earlier engines."""
 
     async def start(self) -> EngineInfo:
         # imports torch
@@ -47,7 +46,6 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -78,7 +76,7 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them; otherwise the
+        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them. Otherwise the
         model sleeps until it gets tensors.
         """
         # An earlier update's folder may be gone.
@@ -108,7 +106,6 @@ class InProcessClient(ExclusiveClient):
         self._adopt_engine(engine)
 
     def _adopt_engine(self, engine: EngineCore) -> None:
-        """Resubmits open requests."""
         self._engine, self.asleep = engine, False
         self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
         for request_id in self._open_requests:

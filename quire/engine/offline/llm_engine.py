@@ -131,9 +131,8 @@ class LLMEngine:
         self._output_queue: _OutputQueue = queue.SimpleQueue()
         """Filled by the engine's thread."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
-        """Left for the next step."""
         self._request_numbers = count()
-        """Make ids unique: an aborted request may still be ending when another takes its id."""
+        """An aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:

@@ -19,14 +19,14 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Counts from the engine's start."""
+    """From the engine's start."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Counters by position."""
+    """By position."""
 
     values: list[int]
 

@@ -65,7 +65,6 @@ class GenerationTask:
     detokenize: bool
     adapter: types.Adapter | None = None
     priority: int = 0
-    """Lower goes first."""
 
 
 class OfflineModel:
@@ -100,11 +99,9 @@ class OfflineModel:
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
-        """Raises InvalidRequest."""
         return [self.encode_prompt(each, f"prompt {index}") for index, each in enumerate(as_prompt_list(prompts))]
 
     def encode_prompt(self, prompt: Any, name: str = "prompt") -> EncodedPrompt:
-        """Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
@@ -137,7 +134,6 @@ class OfflineModel:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
     ) -> list[EncodedPrompt]:
-        """Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         tool_list = _tools_to_dicts(tools)
         message_lists = _as_conversation_list(messages)
@@ -178,7 +174,7 @@ class OfflineModel:
         moved_texts: Sequence[str] = (),
         add_special_tokens: bool,
     ) -> EncodedPrompt:
-        """`moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
+        """`moved_texts`: see RenderedConversation. Raises InvalidRequest naming the field."""
         if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(
@@ -188,7 +184,7 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Also keeps the tokens that the tokenizer adds around a text. length None: all; -1: the context. Raises
+        """Also keeps the tokens that the tokenizer adds around a text. length: default all; -1: the context. Raises
         InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
@@ -211,7 +207,7 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the parameters' own. Raises InvalidRequest; call `check_prompt` too."""
+        """`kind` overrides the parameters' own. Raises InvalidRequest. Call `check_prompt` too."""
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -232,8 +228,8 @@ class OfflineModel:
     def check_prompt(
         self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", min_free_tokens: int = 1
     ) -> None:
-        """Raise InvalidRequest for a prompt that the engine would refuse. The context must have room for
-        `min_free_tokens` more.
+        """Raises InvalidRequest for a prompt that the engine would refuse, or that leaves no room for
+        `min_free_tokens`.
         """
         problem = "is empty" if not ids else ""
         if len(ids) + min_free_tokens > info.max_model_len:
@@ -289,14 +285,12 @@ class LLMBase:
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
-    """Raises InvalidRequest."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Raises InvalidRequest."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
@@ -319,7 +313,6 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """Raises InvalidRequest."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -345,7 +338,6 @@ def _check_message(message: Any) -> dict[str, Any]:
 
 
 def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
-    """Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

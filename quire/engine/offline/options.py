@@ -113,7 +113,7 @@ class EngineArgsLike(Protocol):
 
 
 def with_config_docs(init: _F) -> _F:
-    """Decorate `__init__(self, model, **options)`: signature and help show EngineConfig's fields."""
+    """Decorate `__init__(self, model, **options)`, so that signature and help show EngineConfig's fields."""
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
     own_parameters = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
     options = [

@@ -136,7 +136,7 @@ class CompletionBuilder:
         )
 
     def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
-        """A stop string sets a finish_reason, though the engine may go on."""
+        """A stop string sets a finish_reason, although the engine may go on."""
         completion = self.completion
         delta = self._detokenizer.push_output(output)
         new = CompletionOutput(

@@ -46,7 +46,6 @@ class PoolingRequestOutput:
 
 
 def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: PoolingConfig) -> None:
-    """Raises InvalidRequest."""
     for one in params:
         check_task(one.task, info.tasks)
         if one.dimensions is not None and one.dimensions > pooling.vector_size:
@@ -61,7 +60,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Prompts have at most `limit` tokens; their only label is the pair's score. Raises InvalidRequest."""
+    """Prompts have at most `limit` tokens. The score is their only label's. Raises InvalidRequest."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
@@ -72,7 +71,6 @@ def encode_pairs_with_pooling_params(
 
 
 def cosine_similarity(first: PoolingOutput, second: PoolingOutput) -> PoolingOutput:
-    """A vector of one number."""
     a, b = first.data.astype(np.float64), second.data.astype(np.float64)
     return PoolingOutput(np.array([a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)]))
 

@@ -10,7 +10,7 @@ from quire.engine.images.image_decoding import decode_data_url
 from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 
 _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
-"""Part types with a Pillow image, and its key, as in transformers and vLLM."""
+"""Types of message parts with a Pillow image, and its key, as in transformers and vLLM."""
 
 
 def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
@@ -36,7 +36,6 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
 
 
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
-    """Raises InvalidRequest."""
     if not isinstance(data, Mapping) or set(data) - {"image"}:
         raise InvalidRequest(f"{name}: multi_modal_data may only have image", param="prompts")
     image_data = data.get("image")
@@ -47,7 +46,6 @@ def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
 
 
 def check_image_types(images: list[RequestImage]) -> list[RequestImage]:
-    """Raises InvalidRequest."""
     for each in images:
         if not isinstance(each.file_or_image, bytes) and not hasattr(each.file_or_image, "getexif"):
             kind = type(each.file_or_image).__name__

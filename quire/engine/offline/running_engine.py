@@ -31,7 +31,7 @@ class RunningEngine:
     """
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """multiprocessing: the engine gets a process, as several replicas always do. It is replaced when it dies.
+        """multiprocessing: the engine gets a process, which is replaced when it dies. Several replicas always do.
         Raises errors of the engine's start.
         """
         self.config = config
@@ -44,14 +44,13 @@ class RunningEngine:
         self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
         self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
-        """Also runs at garbage collection and interpreter exit."""
         self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run on the engine's loop; an interrupt of the waiting thread cancels the coroutine."""
+        """An interrupt of the waiting thread cancels the coroutine."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -85,7 +84,7 @@ def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """Bar on stderr; call the yielded function for each finished item."""
+    """A bar on stderr. Call the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

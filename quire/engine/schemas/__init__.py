@@ -1,1 +1,0 @@
-"""Transforms JSON schemas before grammars are made of them."""

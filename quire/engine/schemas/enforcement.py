@@ -21,7 +21,6 @@ from quire.engine.schemas.keywords import map_subschemas as with_own_children
 ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Values of `format` that a grammar enforces; others are annotations."""
 _BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -77,7 +76,6 @@ def without_unenforced_formats(schema: Schema) -> Schema:
 
 
 def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
-    """Replace every object schema by `change` of it, inner ones first."""
     if not isinstance(schema, dict):
         return schema
     copy = with_own_children(schema, lambda _, one: map_schemas_bottom_up(one, change))
@@ -88,7 +86,7 @@ def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any
 
 
 def check_exact_numbers(schema: Schema) -> None:
-    """Raise InvalidRequest naming a number that a grammar, which uses doubles, would round."""
+    """Raises InvalidRequest naming a number that a grammar, which uses doubles, would round."""
     for place, one in walk_schemas(schema):
         for keyword in _BOUND_KEYWORDS:
             if not _is_exact_bound(one.get(keyword)):
@@ -106,7 +104,6 @@ def _inexact_error(place: str, number: int) -> InvalidRequest:
 
 
 def _find_inexact_integer(value: Any) -> int | None:
-    """Return an integer that no double equals."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -132,9 +129,9 @@ def _is_exact_bound(number: Any) -> bool:
 
 
 def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
-    """Allow at least as much, with a better chance that a grammar supports it. Level 0 drops unenforced keywords and
-    invalid values. Level 1 keeps types, properties, constants and alternatives; level 2 argument names and simple
-    types; level 3 only requires an object.
+    """Allow at least as much as the schema, with a better chance that a grammar supports it. Level 0 drops unenforced
+    keywords and invalid values. Level 1 keeps types, properties, constants and alternatives; level 2 argument names and
+    simple types; level 3 only requires an object.
     """
     if level >= WEAKEST_LEVEL or not isinstance(schema, dict):
         return {"type": "object"}
@@ -153,7 +150,6 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
 def _keep_enforceable(
     schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
 ) -> dict[str, Any]:
-    """Inner schemas must be processed already."""
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         schema = {**schema, "anyOf": schema["oneOf"]}
     enforceable = {
@@ -245,7 +241,6 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "pattern": _is_text,
     "format": _is_enforced_format,
 }
-"""Keywords not listed are always enforceable."""
 
 
 def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
@@ -270,7 +265,7 @@ def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Fix the first level, on which parsers rely: an object with schemas as properties."""
+    """Parsers rely on the first level: an object with schemas as properties."""
     if not schema:
         return schema
     repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}

@@ -24,7 +24,6 @@ SCHEMA_KEYWORDS = frozenset(
         "contentSchema",
     }
 )
-"""`items` may also be a list."""
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
 DEFINITION_KEYWORDS = ("$defs", "definitions")
@@ -36,7 +35,7 @@ class UnresolvableReference(Exception):
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """Return a copy with each subschema replaced by `change(keyword, schema)`. Definitions stay."""
+    """A copy with each subschema replaced. Definitions stay."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -50,7 +49,7 @@ def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Sc
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Yield direct subschemas, including definitions, with relative JSON pointers."""
+    """Direct subschemas, including definitions, with relative JSON pointers."""
     for keyword, value in schema.items():
         if (keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS) and isinstance(value, dict):
             for name, one in value.items():
@@ -63,7 +62,6 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
 
 
 def walk_schemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all object schemas with their JSON pointers."""
     pending = [("", schema)]
     while pending:
         place, one = pending.pop()
@@ -98,7 +96,6 @@ class SchemaReferences:
         return self._pointers.get(id(schema), "")
 
     def resolve(self, reference: Any) -> Schema:
-        """Raises UnresolvableReference."""
         if not isinstance(reference, str):
             raise UnresolvableReference
         base, mark, fragment = reference.partition("#")
@@ -127,6 +124,5 @@ class SchemaReferences:
         return self._anchors[name]
 
     def suggest_definition_name(self, schema: Schema) -> str:
-        """Last part of the JSON pointer, at most 64 characters; "root" for the document."""
         last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

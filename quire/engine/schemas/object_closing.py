@@ -3,7 +3,7 @@ servers and Pydantic users expect that, although JSON Schema allows others.
 
 An object is closed over everything that applies to it: targets of `$ref` and `allOf`, one branch of each `anyOf` and
 `oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the others'
-properties. So they are merged first, and alternatives multiplied out. `not` and `if` stay.
+properties, so they are merged first. `not` and `if` stay.
 """
 
 from __future__ import annotations
@@ -41,27 +41,22 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Keywords that depend on each other, so they move together."""
+"""Depend on each other, so they move together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Limit of merged schemas and properties, because alternatives multiply: _MIN_STEPS plus _STEPS_PER_SCHEMA per schema
-of the document.
-"""
+"""Alternatives multiply, so merged schemas and properties are limited."""
 
 
 class ClosedSchema(NamedTuple):
     schema: Schema
     open_objects: tuple[str, ...]
-    """JSON pointers of objects that could not be closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ApplicableSchemas:
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Without `$ref`, `allOf`, `anyOf` and `oneOf`. All apply."""
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
-    """(`anyOf` or `oneOf`, its branches)."""
     markers: set[str] = field(default_factory=set)
-    """A reference was followed: "ref". A schema was met twice: "again". One is `false`: "never"."""
+    """"ref": a reference was followed. "again": a schema was met twice. "never": a schema is `false`."""
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
@@ -84,9 +79,7 @@ class _SchemaCloser:
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
-        """Keyed by id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
-        """Single-choice schemas, by id of the branches."""
         self._open_pointers: dict[str, None] = {}
 
     def close_root(self, *, by_name: bool) -> ClosedSchema:
@@ -120,7 +113,7 @@ class _SchemaCloser:
         return self._definition_reference(key, first, lambda: self._merge_applicable(parts))
 
     def _definition_reference(self, key: tuple[object, ...], schema: Schema, write: Callable[[], Schema]) -> Schema:
-        """Each definition is written once, so recursion ends."""
+        """Writes each definition once, so that recursion ends."""
         if key not in self._names_by_key:
             hint = self._references.suggest_definition_name(schema)
             name, number = hint, 2
@@ -175,7 +168,7 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Idempotent, and always returns the same object, because schemas are identified by id."""
+        """Always returns the same object, because schemas are identified by id."""
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -301,9 +294,7 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: no other schema names properties that are additional here. `lists`: no other schema describes the
-        same items.
-        """
+        """`rest`: no other schema names properties that are additional here. `lists`: the same for items."""
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 
@@ -340,7 +331,7 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Properties that may hold objects get `true`: alternatives describe them."""
+        """Properties that may hold objects get `true`, because alternatives describe them."""
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}

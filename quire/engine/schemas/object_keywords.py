@@ -7,7 +7,7 @@ from quire.engine.schemas.keywords import Schema, SchemaReferences
 
 CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 _COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
-"""Their result may change if an object loses properties."""
+"""These may change if an object loses properties."""
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
 SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
@@ -17,15 +17,12 @@ class UndecidableSchema(Exception):
 
 
 class ConditionalKeywords:
-    """Effects of `if`, `then`, `else`, `not` and `dependentSchemas` on an object."""
-
     def __init__(self, schemas: Sequence[dict[str, Any]], references: SchemaReferences) -> None:
         """Raises UnresolvableReference and UndecidableSchema."""
         self._references = references
         self._seen_ids: set[int] = set()
         self.property_names: dict[str, None] = {}
         self.has_properties = False
-        """Asserted schemas declare properties."""
         self.has_closers = False
         """Asserted schemas limit an object's other properties."""
         self.is_undecidable = False
@@ -38,7 +35,7 @@ class ConditionalKeywords:
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted`: schemas must hold, not only be tested."""
+        """`asserted` schemas must hold."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
@@ -108,7 +105,6 @@ def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[s
 
 
 def named_properties_reach_minimum(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
-    """Conservative check of `minProperties`."""
     counts = [one["minProperties"] for one in schemas if isinstance(one.get("minProperties"), int | float)]
     surely = {
         name
@@ -130,7 +126,6 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
-    """[] without `type`. Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []
@@ -141,7 +136,7 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
-    """True if a list item's index decides its schema."""
+    """True if an item's index decides its schema."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )

@@ -1,1 +1,0 @@
-"""Settings from flags or arguments, environment variables and TOML files."""

@@ -17,11 +17,11 @@ from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
 OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Read elsewhere; they look like mistyped load_format and max_loras."""
+"""Read elsewhere. They look like misspelled load_format and max_loras."""
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
-"""Set by Kubernetes for services named quire…, in addition to QUIRE_PORT=tcp://…."""
+"""Kubernetes sets these for services named quire…, in addition to QUIRE_PORT."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -35,9 +35,8 @@ def load_settings(
 ) -> Settings:
     """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
-    `origin`: template that names an explicit value's source in errors. `other_settings`: further settings that
-    variables may set; None: any that do not resemble one of the model's. Raises ConfigError in one line with each bad
-    value's key and source.
+    `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set;
+    None: any that do not resemble one of the model's. Raises ConfigError naming each bad value's key and source.
     """
     _check_environment_variables(model, other_settings)
     sources = [
@@ -66,7 +65,6 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raises ConfigError."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -82,7 +80,6 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """Empty if there is no suggestion."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -90,7 +87,7 @@ def _suggest_variable(name: str, known: Collection[str]) -> str:
 
 
 def _has_no_surrogates(text: str) -> bool:
-    """Python keeps arguments that are not UTF-8 as surrogates, which JSON cannot hold."""
+    """Python represents arguments that are not UTF-8 by surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -131,7 +128,6 @@ def _describe_validation_error(error: dict[str, Any], origins: Mapping[str, str]
 
 
 def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
-    """Values are text; lists are JSON or comma-separated."""
     values: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         text = os.environ.get(ENV_PREFIX + name.upper())
@@ -141,9 +137,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Read variables by which PyTorch launchers such as torchrun identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). With one machine they are ignored, because a program that
-    torchrun started may hold its own model.
+    """PyTorch launchers such as torchrun identify a machine by variables
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine, because a program that torchrun
+    started may hold its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

@@ -1,5 +1,3 @@
-"""Chooses draft lengths from recent acceptance and measured step costs."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -24,7 +22,6 @@ from quire.engine.core.drafter import (
 from quire.engine.core.request import Request
 
 PRIOR_ACCEPTANCE = 0.6
-"""Assumed until a kind was tried."""
 PRIOR_ACCEPTANCE_OF_KIND = {
     KIND_FORCED: 0.97,
     KIND_FORCED_TEXT: 0.9,
@@ -38,9 +35,8 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 }
 """Approximate; measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
-"""Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""Makes a kind that seemed not worth trying be tried again eventually."""
+"""Bad kinds are tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,9 @@ class StepCosts:
     """Seconds per step by number of tokens, measured at startup."""
 
     num_tokens: tuple[int, ...]
-    """Ascending, at least two."""
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Linear interpolation; extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -66,7 +60,6 @@ class AcceptanceRate:
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
-        """Near `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -81,12 +74,9 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """Keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """Keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
-        """Assumes that the tokens before it are accepted."""
         if kind >= FIRST_BUCKET_KIND:
             return self._global_rates[kind].estimate_rate((kind - FIRST_BUCKET_KIND + 0.5) / NUM_PROBABILITY_BUCKETS)
         return self._request_rates(request)[kind].estimate_rate(
@@ -98,7 +88,7 @@ class AcceptanceTracker:
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """`num_verified`: accepted tokens. The next token, if any, was rejected; later ones count as untried."""
+        """`num_verified`: accepted tokens. The next token, if any, was rejected."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -122,11 +112,9 @@ class AcceptanceTracker:
 
 class TrackingDrafter(Drafter):
     def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
-        """`max_drafts`: per request and step."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -141,7 +129,7 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: costs of drafting a token for every request; None: drafting is free, and lengths are chosen
+        """`draft_costs`: costs of drafting a token for every request. None: drafting is free, and lengths are chosen
         afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)
@@ -194,7 +182,8 @@ def choose_draft_lengths(
 ) -> list[int]:
     """Maximize tokens per second of a step with `num_step_tokens` other tokens.
 
-    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: time to draft one.
+    `probabilities`: for each draft token, the probability that it and all before it are accepted. `token_seconds`: time
+    to draft one.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

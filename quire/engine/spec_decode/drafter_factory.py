@@ -14,9 +14,8 @@ from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
 MeasuredCosts = Sequence[tuple[int, float]]
-"""(tokens, seconds) of steps, ascending."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
-"""Hardly any cost is too high: forced tokens must be computed anyway."""
+"""Hardly any cost is too high, because forced tokens must be computed anyway."""
 
 
 def choose_drafter(
@@ -25,9 +24,7 @@ def choose_drafter(
     model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
-    """`config` None: draft only forced tokens, which is free without a grammar. `model`: a drafter with a draft model
-    or heads, and its step costs.
-    """
+    """By default only forced tokens are drafted, which is free without a grammar."""
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS
     if config.method == "none":

@@ -28,14 +28,12 @@ _MAX_FORCED_TEXT_BYTES = 256
 @dataclass(slots=True)
 class _GrammarState:
     matcher: LLMatcher | None
-    """None: it cannot follow the answer."""
+    """None if it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Computed once: there may be thousands."""
+    """The run may have thousands of tokens."""
     num_matched: int = 0
-    """Number of tokens of `forced_run` in the answer."""
     num_from_source: int = 0
-    """Leading tokens of the draft in flight from the other drafter."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -56,8 +54,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that it forces, such as keys of a
-    JSON schema. JSON is drafted with a space after commas and colons.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens, such as keys of a JSON
+    schema. Assumes a space after JSON's commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -103,7 +101,6 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """None if the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
@@ -119,7 +116,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens, then allowed draft tokens, then what is forced after them."""
+    """Forced tokens, then allowed draft tokens, then the tokens that are forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
@@ -147,14 +144,13 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """The answer's last token may be longer and continue beyond the forced text."""
+    """The answer's last token may continue beyond the forced text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
 
 
 def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: list[int]) -> list[int]:
-    """The rest of a draft that starts with `token_ids`, as far as the grammar allows."""
     rest = draft_tokens[len(token_ids) :] if draft_tokens[: len(token_ids)] == token_ids else []
     return rest[: matcher.validate_tokens(rest)] if rest else []
 

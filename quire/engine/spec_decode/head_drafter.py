@@ -1,5 +1,3 @@
-"""Drafts by heads on the served model's hidden states."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

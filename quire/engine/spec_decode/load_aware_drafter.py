@@ -1,6 +1,4 @@
-"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. Other requests are
-only probed now and then.
-"""
+"""Under load only nearly certain drafts pay: those after long matches. Other requests only probe now and then."""
 
 from __future__ import annotations
 
@@ -12,10 +10,8 @@ from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
 
 PROBE_INTERVAL = 8
-"""Tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
-"""Break-even acceptance probability."""
 
 
 class LoadAwareDrafter(Drafter):
@@ -23,7 +19,6 @@ class LoadAwareDrafter(Drafter):
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
         self._recently_verified: set[str] = set()
-        """Ids of requests with drafts verified in the last step."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)
@@ -50,7 +45,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Spreads probes over steps. Requests with a grammar always draft: forced tokens are certain."""
+        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due

@@ -1,5 +1,5 @@
-"""A lookup continues the drafts of a model or of heads: a model finds the next words, and a lookup what follows them
-where the answer quotes.
+"""A lookup continues the drafts of a model or of heads: the model finds the next words, and the lookup what follows
+them in quotations.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from quire.engine.spec_decode.ngram_drafter import LookupDrafter
 @dataclass(frozen=True, slots=True)
 class _PendingDraft:
     num_from_model: int
-    """Leading tokens; a lookup drafted the rest."""
     kinds: list[int]
-    """KIND_DEFAULT for all tokens of the model: sources are compared, not its probabilities."""
+    """Sources are compared, not the model's probabilities, so its kinds are all KIND_DEFAULT."""
 
 
 class LookupAfterModelDrafter(Drafter):
-    """The model is not asked for a request whose lookup finds tokens that are accepted at least as often."""
+    """Does not ask the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter`: of the model, limits its own tokens. `max_drafts`: per request and step, of both."""
         self._drafter = drafter
         self._lookup = lookup
         self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
-        """Drafts in flight, keyed by request id."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)
@@ -66,7 +63,7 @@ class LookupAfterModelDrafter(Drafter):
         self._lookup.forget_request(request)
 
     def _prefers_lookup(self, request: Request, lookup_draft: Draft) -> bool:
-        """The source that is not used counts as untried, so it gets another chance."""
+        """The unused source counts as untried, so that it gets another chance."""
         if not lookup_draft.token_ids:
             return False
         kind = lookup_draft.kinds[0]
@@ -76,7 +73,6 @@ class LookupAfterModelDrafter(Drafter):
         return prefers_lookup
 
     def _join_drafts(self, request: Request, max_drafts: int, model_draft: Draft, lookup_draft: Draft) -> Draft:
-        """`lookup_draft`: without the model's."""
         num_from_model = len(model_draft.token_ids)
         if num_from_model:
             lookup_draft = self._lookup.continue_draft(request, model_draft.token_ids, max_drafts - num_from_model)

@@ -1,5 +1,5 @@
 """Drafts by a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
-sampled tokens agree too. Its KV blocks have the served model's ids.
+that sampled tokens agree too. Its KV blocks have the served model's ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.core.request import Request
 
 class DraftModel(Protocol):
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Draft only for rows that want a token."""
+        """Drafts only for rows that want a token."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
         """`keep`: indices into the rows of the last call."""
@@ -28,9 +28,8 @@ class DraftModel(Protocol):
 class DraftBlockLayout:
     block_size: int
     hash_block_size: int
-    """A divisor of block_size."""
     first_spare_block: int
-    """Each slot has `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
+    """Each slot has `num_spare_blocks` from here on, for drafts."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -46,19 +45,17 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Number of leading tokens computed, all known at that time."""
+    """Number of leading tokens that are computed. All were known at that time."""
     drafts: list[int]
-    """Draft tokens computed after them."""
     block_ids: list[int]
-    """The request's own list; preemption replaces it."""
+    """The request's own list, which preemption replaces."""
     num_sent_blocks: int
-    """Number of `block_ids` that the model's slot has."""
+    """How many of `block_ids` the model's slot has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
     index: int
-    """Index among the requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -66,15 +63,12 @@ class _OpenDraft:
 
 class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
-        """`max_tokens`: limit per step of the draft model."""
         self._model = model
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
-        """Request ids keyed by slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """Full blocks that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
@@ -112,7 +106,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """Counts the tokens as computed from now on."""
+        """The tokens count as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -180,7 +174,7 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """Count tokens known when the draft model ran, and correct drafts after them."""
+    """Tokens known when the draft model ran, and correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:
@@ -190,7 +184,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Omits logprobs, and the grammar, which would have to follow drafts that may be wrong."""
+    """Drops logprobs, and the grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

@@ -14,39 +14,34 @@ from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 
 NGRAM_LENGTHS = (1, 2, 4, 8)
-"""The longest match is used."""
 MAX_CANDIDATES = 8
-"""Number of most recent positions compared per n-gram."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
-"""Per request; about 5 ms."""
+"""Indexing these takes about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Per cache salt; up to twice as many are held."""
+"""Up to twice as many are held."""
 MAX_SHARED_SALTS = 64
 
 
 class MatchPosition(NamedTuple):
     text: Sequence[int]
     position: int
-    """The first token after the match."""
 
 
 class NgramIndex:
     """Maps n-grams to positions after them, numbered through all texts."""
 
     def __init__(self, min_ngram: int) -> None:
-        # Numbers take a third of the time of objects, mostly garbage collection. N-grams are stored as hashes;
+        # Numbers take a third of the time of objects, which is mostly garbage collection. N-grams are stored as hashes;
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """Keyed by n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
-        """Each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Index [begin, end). Only the last text may grow."""
+        """Only the last text may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -75,7 +70,7 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Also returns its length: the longer, the likelier acceptance."""
+    """Also returns the match's length."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -92,7 +87,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """At the end of the text and what is `drafted` after it, start over: it may be repeating."""
+    """Starts over after the end of the text and of `drafted`, because the text may be repeating."""
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:
@@ -103,13 +98,12 @@ def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: S
 class LookupDrafter(Drafter):
     @abstractmethod
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
-        """`ending`: last tokens of the request and of its draft; at least MAX_MATCH_LENGTH, if there are as many."""
+        """`ending`: last tokens of the request and of its draft."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
 
     def continue_draft(self, request: Request, drafted: Sequence[int], max_tokens: int) -> Draft:
-        """Tokens after those of the request and those `drafted` after them."""
         ending = [*request.token_ids[-MAX_MATCH_LENGTH:], *drafted]
         best, length = _longest_match(ending, self.index_and_find_matches(request, ending))
         if best is None:
@@ -122,7 +116,6 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens) keyed by request id."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
@@ -142,7 +135,7 @@ class SuffixDrafter(LookupDrafter):
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """Keyed by cache salt, least recently used first."""
+        """By cache salt, least recently used first."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         recent = self._recent.get(request.engine_request.cache_salt)

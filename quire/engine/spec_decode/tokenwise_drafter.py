@@ -12,7 +12,6 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
     def __init__(
         self, drafter: TokenwiseDrafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts
     ) -> None:
-        """`draft_costs`: costs of drafting a token, by number of requests."""
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
 
@@ -77,10 +76,10 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         spent_seconds: float,
         num_step_tokens: int,
     ) -> list[int]:
-        """Return ascending indices of drafts for which one more token raises tokens per second.
+        """Chooses drafts for which one more token raises tokens per second.
 
-        `last_probabilities`: that each whole draft is accepted; 0 if it must not grow. `spent_seconds`: drafting time
-        so far.
+        `last_probabilities`: the probability that each whole draft is accepted; 0 if it must not grow. `spent_seconds`:
+        drafting time so far.
         """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)

@@ -9,7 +9,6 @@ from quire.engine.common.executor import BlockMover
 
 
 def state_key(digest: bytes) -> bytes:
-    """Key by which tiers find the snapshot at the end of the block with this hash."""
     return blake2b(digest, digest_size=16, person=b"quire state").digest()
 
 

@@ -22,19 +22,18 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""Afterwards a request computes its blocks instead."""
+"""After this the request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""Time after which an idle engine looks for messages."""
+"""After this an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""Takes the digest, the block, the higher tiers, and the load's generation."""
 
 
 class IncomingSnapshot(NamedTuple):
     slot: int
     digest: bytes
-    """Hash of the block that the snapshot follows."""
+    """The snapshot follows this block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,24 +42,21 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """Per block: hashes of its beginnings, ending with the whole block's."""
+    """Per block: hashes of its beginnings, then its own."""
     tiers: list[str]
-    """Per block: name of the tier that had it at the lookup."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
-    """Loaded after the blocks."""
     has_snapshot: bool = False
     num_filled: int = 0
-    """Leading `blocks` that have arrived."""
+    """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(blocks, seconds) by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
 
 class BlockLoader:
-    """Public methods are for the engine's loop; threads fetch blocks."""
+    """Public methods are for the engine's loop. Threads fetch blocks."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """Keep their blocks until they end."""
+        """They keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -96,7 +92,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """False if the block is not already loading."""
+        """False if the block is not being loaded."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -112,7 +108,6 @@ class BlockLoader:
         generation: int,
         snapshot: IncomingSnapshot | None = None,
     ) -> None:
-        """The pool must have room."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
         self._mover.announce_block_writes(blocks)
@@ -152,7 +147,7 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """The request has ended; its blocks still arrive."""
+        """The request has ended, but its blocks still arrive."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)
@@ -161,7 +156,7 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Wait for each thread's current block, at most the timeout."""
+        """Waits at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -171,7 +166,6 @@ class BlockLoader:
             self._finished_event.wait(_POLL_SECONDS)
 
     def _run_load(self, load: BlockLoad) -> None:
-        """Runs in a thread."""
         load.is_running = True
         try:
             for block, hashes in zip(load.blocks, load.digests, strict=True):

@@ -1,4 +1,4 @@
-"""Copies KV blocks to tiers in a thread when a request leaves the device, at the latest before they are reused."""
+"""Copies KV blocks to tiers in a thread, when a request leaves the device and at the latest before they are reused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""Further blocks are not kept."""
+"""Further blocks are dropped."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
-"""Takes the number of threads and a name."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """The engine's loop calls `write_blocks`, `copy_before_reuse` and `discard_queued_and_stored_blocks`."""
+    """The engine's loop calls all public methods except `promote_block`."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -26,20 +25,15 @@ class BlockWriter:
         self._tiers = tiers
         self._mover = mover
         self._uncopied: dict[int, bytes] = {}
-        """Full blocks, unchanged until `copy_before_reuse`."""
         self._copy_lock = Lock()
-        """Held while a block is copied."""
         self._store_lock = Lock()
-        """Held while a copy is put into tiers."""
         self.generation = 0
-        """Increased by resets, after which earlier transfers are dropped."""
+        """Grows with resets. Earlier transfers are then dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
-        """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
-        """Copies made by the loop itself."""
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Blocks must be full. A prefix's first blocks count as most recently used."""
@@ -83,14 +77,13 @@ class BlockWriter:
         wait([last], _CLOSE_TIMEOUT_SECONDS)
 
     def promote_block(self, digest: bytes, copy: BlockContent, tiers: Sequence[Tier], generation: int) -> None:
-        """Called by any thread."""
+        """Thread-safe."""
         with self._store_lock:
             if generation == self.generation:
                 for tier in tiers:
                     tier.put(digest, copy)
 
     def _copy_and_store_blocks(self, blocks: Sequence[int], generation: int) -> None:
-        """Runs in the thread."""
         for block in blocks:
             with self._copy_lock:
                 digest = self._uncopied.get(block)
@@ -101,7 +94,6 @@ class BlockWriter:
             self._store_in_tiers(digest, copy, generation)
 
     def _store_forced_copy(self, digest: bytes, copy: BlockContent, generation: int) -> None:
-        """Runs in the thread."""
         self._store_in_tiers(digest, copy, generation)
         with self._copy_lock:
             self._unwritten_bytes -= len(copy)

@@ -1,8 +1,7 @@
 """The disk tier: a file per block, evicted least recently used first (by modification time). It survives the engine.
 
-Each identity (kv_identity.py) has its own subfolder. All share the limit, so newer blocks evict blocks of older
-weights. Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power
-fail.
+Each identity (kv_identity.py) has its own subfolder. All share the limit. Folders are 0700, files 0600. Files are
+renamed when complete and verified when read, because disks and power fail.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """Servers may share a folder; each counts only the bytes it knows of."""
+    """Servers may share a folder. Each counts only the bytes that it knows of."""
 
     name = "disk"
 
@@ -52,7 +51,6 @@ class DiskTier:
 
     @property
     def num_blocks_and_bytes(self) -> tuple[int, int]:
-        """Includes other identities."""
         return len(self._files), self._bytes
 
     def lookup(self, digest: bytes) -> bool:
@@ -121,7 +119,7 @@ class DiskTier:
         (self._root / name).unlink(missing_ok=True)
 
     def _evict(self) -> None:
-        """Removes files without the lock, so lookups do not wait for the disk."""
+        """Removes files without the lock, so that lookups do not wait for the disk."""
         evicted = []
         with self._lock:
             while self._bytes > self._max_bytes:
@@ -151,7 +149,6 @@ def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
 
 
 def _is_process_alive(pid: str) -> bool:
-    """A live process may still finish its file."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 class GuardedTier:
     """Verifies blocks of a tier outside the engine's memory, and treats exceptions as misses. A call that exceeds the
-    timeout, as on a dead network disk, disables the tier until the engine is rebuilt. `lookup` has no timeout.
+    timeout disables the tier until the engine is rebuilt. `lookup` has no timeout.
     """
 
     def __init__(self, tier: Tier, identity: bytes, timeout: float = CALL_TIMEOUT_SECONDS) -> None:
@@ -56,13 +56,11 @@ class GuardedTier:
             self._call_or_disable_on_timeout(lambda: self._tier.drop(digest))
 
     def disable_and_stop_threads(self) -> None:
-        """Queued calls get no answer."""
         self.is_disabled = True
         for _ in range(_THREADS):
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
-        """None if the call raises or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()

@@ -7,8 +7,6 @@ from quire.engine.tiers.tier import BlockContent
 
 
 class HostTier:
-    """Its contents end with the engine."""
-
     name = "host"
 
     def __init__(self, max_bytes: int) -> None:

@@ -24,11 +24,9 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Samples shared among all weight files, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
-"""Applies even if the total then exceeds _NUM_SAMPLES."""
+"""This holds even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
-"""Size of the parts that threads hash."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64
@@ -37,7 +35,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`layout`: see BlockMover. Includes the code of kernels, layers and models."""
+    """`layout`: see BlockMover. The identity includes the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -61,7 +59,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
 
 
 def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
-    """Independent of the path. "" if the weights are in no file or changed while loading."""
+    """Independent of the path. "" if no file has the weights, or they changed while loading."""
     if files is None or (sample := files.sample_digest()) is None:
         return ""
     raw = json.dumps(model.raw, sort_keys=True, default=repr)
@@ -79,7 +77,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """Construct before loading, because that takes the files' stamps."""
+    """Create it before loading, because it takes the files' stamps."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -87,7 +85,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Takes milliseconds. Another training changes it; a change of a few rows may not. None if files changed."""
+        """Another training changes it; a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -103,7 +101,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """None if files changed, because the loaded content is then unknown."""
+        """None if files changed."""
         if self._is_dummy:
             return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
@@ -123,7 +121,6 @@ class WeightFiles:
 
 
 def _file_stamps(path: Path) -> list[FileStamp]:
-    """`path`: a folder of safetensors, or a GGUF file, whose other parts are included."""
     if path.is_dir():
         return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [
@@ -141,7 +138,7 @@ def _file_stamp(file: Path) -> FileStamp:
 
 
 def _hash_file_part(part: tuple[str, int]) -> bytes:
-    """Includes the position: the same bytes elsewhere are other weights."""
+    """Includes the position, because the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:
         file.seek(begin)
@@ -151,7 +148,6 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
-    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

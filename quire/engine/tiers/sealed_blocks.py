@@ -1,5 +1,5 @@
-"""Blocks outside the engine's memory have a header: identity (kv_identity.py), hash, length and checksum. Damaged or
-foreign blocks are misses.
+"""Blocks outside the engine's memory have a header: identity, hash, length and checksum. Damaged or foreign blocks are
+misses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def seal_block(identity: bytes, digest: bytes, content: BlockContent) -> bytes:
 
 
 def unseal_block(identity: bytes, digest: bytes, sealed: BlockContent) -> memoryview | None:
-    """None if not intact."""
     view = memoryview(sealed)
     content = view[HEADER_BYTES:]
     head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")

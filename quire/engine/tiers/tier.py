@@ -12,7 +12,6 @@ class Tier(Protocol):
     """
 
     name: str
-    """Appears in metrics and explanations."""
 
     def lookup(self, digest: bytes) -> bool:
         """True if `fetch` would find the block, which counts as a use.

@@ -51,7 +51,7 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
-    """Also returns notes. `weight_files`: None if no file has the weights, so a later engine could not verify them."""
+    """Also returns notes. `weight_files`: None if no file has the weights."""
     if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
@@ -95,7 +95,6 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
 
 
 def _make_custom_tier(name: str, identity: bytes) -> Tier:
-    """`name`: module:function. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         tier: Tier = getattr(import_module(module), function)(identity)

@@ -20,7 +20,6 @@ from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
 TierUsage = Callable[[], tuple[int, int]]
-"""(blocks, bytes) in a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,9 @@ class TransferOptions:
     store_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_timeout: float = LOAD_TIMEOUT_SECONDS
-    """Seconds that a request waits for its blocks."""
 
 
 class TieredKVOffloader(KVOffloader):
-    """Stores blocks in all tiers, and loads them from the first that has them."""
-
     def __init__(
         self,
         tiers: Sequence[Tier],
@@ -44,7 +40,7 @@ class TieredKVOffloader(KVOffloader):
         state_mover: BlockMover | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`tiers`: nearest first. `state_mover`: for state snapshots."""
+        """`tiers` begin with the nearest."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
         self.load_seconds = 0.0
@@ -55,12 +51,11 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Requests that compute missing blocks instead of loading them: those with an incomplete load, and those that
-        have loaded but not yet run, because others may take the loaded blocks repeatedly.
+        """These requests compute missing blocks instead of loading them, because others may take loaded blocks
+        repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
-        """(blocks loaded, seconds) by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes

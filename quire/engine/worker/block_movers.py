@@ -1,6 +1,5 @@
-"""Copies KV blocks between device and host (engine/tiers).
-
-A block's bytes are those of all its tensors in order, with scales if it is 8-bit.
+"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
+scales if it is 8-bit.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`tensors`: from allocate_kv_blocks. `identity`: everything the bits depend on. `on_claim` gets blocks about to be
-    written.
-    """
+    """`identity`: everything that the bits depend on. `on_claim` receives blocks about to be written."""
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
 
@@ -30,7 +27,7 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """Uses NumPy, which blocks neither Python nor PyTorch's threads."""
+    """NumPy blocks neither Python nor PyTorch's threads."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)
@@ -96,5 +93,4 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """[tensors, blocks, bytes], same memory."""
     return tensor.view(torch.uint8).flatten(2)

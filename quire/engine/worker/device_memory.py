@@ -41,15 +41,13 @@ from quire.kernels.device.error_messages import describe_compiler_error, describ
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
-"""Share of a host KV cache."""
 _PREFAULT_BYTES = 512 * 2**10
-"""Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""In PyTorch's RuntimeErrors for hosts and Apple GPUs."""
+"""Found in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if kv_cache_memory exceeds the devices' memory."""
+    """Raises ConfigError if kv_cache_memory exceeds the devices' memory."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -62,9 +60,7 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there are
-    none left.
-    """
+    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError."""
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
@@ -90,8 +86,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with config.json's
-    claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded. Per-position tables must not grow with config.json's claims.
+    `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -104,7 +100,7 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raise ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
+    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
     every token.
     """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
@@ -230,7 +226,6 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Bytes per block of one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
@@ -242,9 +237,8 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Stacks tensors of one kind as [tensors, blocks, ...]: one operation covers a block in all layers. Uninitialized
-    on the host, where Linux gives untouched memory for free; elsewhere zeroed, because kernels read unwritten blocks
-    before a window with weight 0.
+    """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers. Zeroed
+    except on the host, because kernels read unwritten blocks before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -252,7 +246,6 @@ def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
 
 
 def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
-    """Block tensors, then slot states."""
     layers = model.block_tensor_specs(tensors[0].shape[1] if tensors else 1)  # a stage may have slot states only
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, tensors, strict=True)}
@@ -261,14 +254,13 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """Indexed by layer index in the block. Slots are written before they are read."""
+    """By layer index in the block. Slots are written before they are read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Bytes of one slot in all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -278,7 +270,6 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """For large blocks, contiguous by token or piece. `own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -286,7 +277,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Layers of equal shape share tensors to save memory; results are wrong."""
+    """Results are wrong, because layers of equal shape share tensors."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -299,8 +290,8 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks in idle moments. A first touch of 4 KB costs a microsecond, or ten on some virtual
-    machines: then 7 % of a small model's prefill.
+    """Touches host KV blocks in idle moments. A first touch of 4 KB takes a microsecond, or ten on some virtual
+    machines, where that is 7 % of a small model's prefill.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -319,7 +310,6 @@ class KVPrefaulter:
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
-        """False when done."""
         begin = max(self._num_used, self._num_touched)
         end = min(begin + self._blocks_per_touch, self._num_used + self._max_blocks_ahead, self._num_blocks)
         if begin >= end:
@@ -332,16 +322,12 @@ class KVPrefaulter:
 
 
 class GpuMemory(NamedTuple):
-    """Bytes of one GPU."""
-
     total: int
     free: int
     allocator: int
-    """Held by PyTorch's allocator."""
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
-    """None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -389,7 +375,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """`backend`: None for encoders, whose weights are not quantized."""
+    """`backend` is None for encoders."""
     advice = (
         "serve a smaller model"
         if backend is None
@@ -400,7 +386,6 @@ def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextMan
 
 
 def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
-    """Backends in plain PyTorch, which serve on T4, MPS and XPU, expand quantized weights."""
     if keeps_weights_quantized:
         return "use --quantization int4 or a smaller model"
     return "serve a smaller model (--quantization saves no memory with this attention backend)"

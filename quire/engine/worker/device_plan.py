@@ -49,7 +49,7 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""Minimum driver by CUDA major version, from NVIDIA's minor version compatibility table."""
+"""NVIDIA's minor version compatibility table has these."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
 first product.
@@ -57,7 +57,6 @@ first product.
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError for unsupported attention or recurrence."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
@@ -71,7 +70,7 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 
 def configure_cpu(config: EngineConfig) -> None:
-    """Threads are split evenly among local ranks."""
+    """Splits threads evenly among local ranks."""
     ranks, threads = config.local_world_size, config.threads
     if threads is None:
         threads = torch.get_num_threads()
@@ -107,8 +106,8 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Return the device. Raise ConfigError if this replica would share its GPU with others; replicas with their own
-    GPUs are started with --device cuda or xpu (client/replica_shares.py).
+    """Raises ConfigError if this replica would share its GPU with others. Replicas with their own GPUs are started with
+    --device cuda or xpu (client/replica_shares.py).
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
@@ -123,7 +122,7 @@ def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> tor
 
 
 def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for settings that need a CPU or CUDA."""
+    """Raises ConfigError for settings that need a CPU or CUDA."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
@@ -185,11 +184,9 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why this is not the checkpoint's dtype."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
-    """Raises ConfigError."""
     if _prefers_float32_activations(config, model, device):
         why = "float32, with quantized weights and keys and values in {}; --dtype bfloat16 computes in that"
         kv_dtype = torch.bfloat16 if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
@@ -210,8 +207,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and fast attention needs
-    16 bits; older GPUs have tensor cores for float16 only. Other devices: see kernels/gpu/other_devices.py.
+    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32. Older GPUs have tensor
+    cores only for float16.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -227,7 +224,7 @@ def choose_compute_dtype_and_note(
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
     """True for quantized weights in Quire's CPU kernels, which round activations anyway: most of the error would come
-    from a bfloat16 residual stream. Costs 5 to 10 % of the time.
+    from a bfloat16 residual stream. Takes 5 to 10 % more time.
     """
     if config.dtype != "auto" or not uses_float32_activations(model.raw):  # first: avoids loading kernels
         return False
@@ -235,8 +232,8 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range, with 8 bits instead of 11.
-    float32 keeps all bits in twice the memory.
+    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range. float32 keeps all bits in
+    twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -264,17 +261,15 @@ class DevicePlan:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     dtype_note: str | None
-    """See ModelDTypes.change_note."""
     backend: Backend
     backend_reason: str
     vision_backend: Backend
-    """For the image tower; its keys and values are not sharded across ranks."""
+    """For the image tower, whose keys and values are not sharded."""
     eager_prefill_reason: str | None = None
-    """Why graphs hold decodes but no prefills; known on the first rank."""
+    """Why graphs hold decodes but no prefills. Known on the first rank only."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """A name that the setting accepts; "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -287,8 +282,8 @@ def choose_device_plan(
     *,
     backend_tried: bool = False,
 ) -> DevicePlan:
-    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried the backend on
-    such a GPU. Raises ConfigError.
+    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried it. Raises
+    ConfigError.
     """
     check_transformers_settings(config, model_config)
     device = choose_device(config)
@@ -300,7 +295,7 @@ def choose_device_plan(
     child_trials = None if backend_tried else make_child_trials(config, device, nvidia_driver_version, progress)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, child_trials, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
-    # Deterministic towers on GPUs encode images one by one, so kernels may depend on the batch.
+    # Deterministic towers on GPUs encode images one by one, so their kernels may depend on the batch.
     vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
     eager_prefill_reason = (
         None
@@ -315,7 +310,6 @@ def choose_device_plan(
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
-    """Raises ConfigError."""
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -334,7 +328,6 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(
@@ -357,8 +350,8 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Raises ConfigError if no backend serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's
-    CPU products may depend on the batch.
+    """Raises ConfigError if no backend serves or, if required, none is deterministic. GPUs need Triton for that, and
+    PyTorch's CPU products may depend on the batch.
     """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:

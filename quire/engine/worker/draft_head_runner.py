@@ -27,23 +27,20 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """At R sampled positions."""
+    """States at R sampled positions."""
 
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
     aux_hidden: Sequence[Tensor] = ()
-    """[T, hidden] each."""
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]; see GraphOutputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SlotStateSpan:
     new_request: NewRequestData
     first_num_tokens: int
-    """Tokens before the first sample."""
     num_states: int
 
 
@@ -58,7 +55,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`max_drafts`: that a step verifies per request, of all sources; requests limit the heads' own."""
+        """`max_drafts`: verified per step and request, from all sources. Requests limit the heads' own."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -71,7 +68,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """States before the last samples; the last place is for graphs' drafts."""
+        """States before the last samples. The last row is for graphs' drafts."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -120,14 +117,13 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        """`token_slots` [T]."""
         # Unsampled rows may be followed by garbage.
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """No tokens for rows with outdated states."""
+        """Rows with outdated states get no tokens."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index
@@ -145,7 +141,6 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last token; None: outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -180,7 +175,6 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """The graphs also sample if all rows are greedy."""
         graphs = self.graphs
         table = self._input_batch.token_ids
         draft_tokens = list[Tensor]()
@@ -303,7 +297,6 @@ def _slot_mapping(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 
 def _dummy_decode_metadata(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """All sequences share blocks."""
     whole = prefill_metadata(1, length, block_size, device)
     return AttentionMetadata(
         query_start=torch.arange(count + 1, dtype=torch.int32, device=device),

@@ -1,4 +1,4 @@
-"""Runs a draft model. Launching dominates so small a model's time, so this path is short."""
+"""Runs a draft model. Launching dominates the time of so small a model, so this path is short."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Returns drafts for rows that want one."""
         slots = self._input_batch
         for row in rows:
             if (new_request := row.new_request) is not None:
@@ -75,7 +74,6 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """`keep`: indices in the last call."""
         previous = self._drafting_slots
         self._drafting_slots = _DraftingSlots(previous.slots[keep], previous.num_known[keep] + 1)
         row_array = np.stack((self._drafting_slots.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
@@ -109,9 +107,6 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence: see
-        DecodeGraphs.can_run.
-        """
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
@@ -164,7 +159,6 @@ class DraftModelRunner:
 
 
 def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
-    """[2, R] float32 for tokens [R] and logits [R, vocab]."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
 

@@ -9,13 +9,12 @@ from quire.kernels.backend import AttentionMetadata
 
 
 def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
-    """Shortened to the longest context."""
     length = min(length, slots.max_blocks * slots.block_size)
     return dummy_step_inputs(slots, 1, length, length)
 
 
 def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
-    """Each context's last `queries` tokens."""
+    """The last `queries` tokens of each context."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size
     positions = torch.arange(context - queries, context, device=device).repeat(seqs)

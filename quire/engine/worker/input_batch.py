@@ -38,7 +38,6 @@ class SampleTargets:
     """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
-    """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -56,7 +55,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """Token ids live on the device: a step reads tokens that the host has not seen."""
+    """Token ids stay on the device, because the host has not seen all of them."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class InputBatch:
         context_shard: ContextShard | None = None,
     ) -> None:
         """`scratch_block`: for an additional `scratch_slot`, which `graph_decode_inputs` needs. `num_groups`: KV cache
-        groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
+        groups, interleaved in the block table. `context_shard`: this rank's tokens; default: all.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -98,7 +97,6 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """None if no graph needs it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64; None until used."""
         if scratch_block is not None:
@@ -119,13 +117,11 @@ class InputBatch:
         self.token_ids[new_request.slot, : len(ids)] = ids
 
     def set_rope_offset(self, slot: int, offset: int) -> None:
-        """A step's metadata may override it."""
         if self._rope_offsets is None:
             self._rope_offsets = torch.zeros(len(self.slot_requests) + 1, dtype=torch.int64, device=self.device)
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """Both are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -176,7 +172,7 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown: then no graph can run."""
+        """False if a new owner's state length is unknown, so that no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -186,13 +182,12 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
-        """[rows] bool."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens each state has seen; after the step, `num_known`."""
+        """Return how many tokens each state has seen. After the step that is `num_known`."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -209,7 +204,6 @@ class InputBatch:
         return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.adapter_context(slots))
 
     def adapter_context(self, slots: np.ndarray) -> LinearContext:
-        """`slots` [T] int64."""
         adapters = self.adapter_slots[slots]
         if not adapters.any():
             return NO_ADAPTERS
@@ -218,8 +212,8 @@ class InputBatch:
     def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [B] and metadata, made on the device alone. `rows` [2 or 3, B] int64: slots, positions, optional
-        adapter slots. `updates_states`: False for draft heads.
+        """Token ids [B] and metadata, computed on the device alone. `rows` [2 or 3, B] int64: slots, positions,
+        optional adapter slots. `updates_states`: False for draft heads.
         """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
@@ -270,7 +264,7 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """Of a slot's rows [B], all but the first are drafts."""
+        """In a slot's rows [B], all but the first are drafts."""
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
@@ -375,11 +369,9 @@ class InputBatch:
 
     @property
     def _block_table_with_group_axis(self) -> np.ndarray:
-        """[slots, blocks, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
     def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
@@ -393,7 +385,7 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """StateAndVerifiedCounts, or () without drafts now or before."""
+        """StateAndVerifiedCounts, or () if there are no drafts now or before."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
@@ -404,7 +396,6 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """[rows] each to [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each
@@ -412,7 +403,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """A row's last sample gets its `ends` value; its drafts get the values just below."""
+    """A row's last sample gets its `ends` value. Its drafts get the values just below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

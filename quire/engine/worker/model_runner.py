@@ -46,7 +46,6 @@ _MAX_LOGIT_ROWS = 256
 """A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
-"""Lengths in tokens."""
 
 
 class ModelRunner:
@@ -134,8 +133,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, and the host does not
-        wait.
+        """On a GPU this only queues work, and the host does not wait. A step reads what earlier steps sampled and
+        stored.
         """
         if self._step_splitter is None:
             return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
@@ -276,9 +275,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; measuring a step
-        compiled those for long prompts.
-        """
+        """Kernels differ by number of queries and take seconds to compile."""
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:
@@ -295,7 +292,6 @@ class ModelRunner:
             )
 
     def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
-        """Compile missing variants of all ranks and of the local drafter."""
         from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         variants = self.kernel_variants(step_tokens)
@@ -317,7 +313,6 @@ class ModelRunner:
         self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Pooling requests never sample."""
         for slot in scheduler_output.freed_slots:
             self._grammars.release_slot(slot)
         for new_request in scheduler_output.new_requests:
@@ -385,7 +380,6 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Sample one token per row with operations that a graph can capture."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(

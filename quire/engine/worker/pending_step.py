@@ -44,7 +44,6 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""Keyed by the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 
@@ -94,7 +93,6 @@ class PendingStep:
     def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
-        """(tokens, logprobs, errors), each by request id."""
         token_ids = {}
         logprobs = {}
         errors = dict[str, RequestFailure]()
@@ -116,9 +114,7 @@ class PendingStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """`sampled`, one token longer than `drafts`, up to and including the first difference: later tokens follow a wrong
-    draft.
-    """
+    """`sampled` up to and including the first difference, because later tokens follow a wrong draft."""
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
         num_accepted += 1

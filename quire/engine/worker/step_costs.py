@@ -11,17 +11,13 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
-"""Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
 """Between these, _MAX_SECONDS ends the measurement."""
 _MAX_SECONDS = 0.1
-"""No round begins after this time."""
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
-    """(tokens, seconds) of steps that sample after each token, as with drafts. Overwrites the first KV blocks, which
-    must be unused.
-    """
+    """(tokens, seconds) of steps that sample after each token. Overwrites the first KV blocks, which must be unused."""
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []
     length = min(MEASURED_CONTEXT_TOKENS, plan.max_model_len, plan.block_size * plan.num_blocks)
@@ -54,7 +50,6 @@ def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConf
 def measure_best_step_times(
     run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
 ) -> list[tuple[int, float]]:
-    """The best of some rounds, for at least two counts."""
     best = dict.fromkeys(counts, float("inf"))
     began = time.perf_counter()
     rounds = 0

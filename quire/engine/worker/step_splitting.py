@@ -18,7 +18,7 @@ from quire.kernels.collective import Collective
 log = logging.getLogger("quire.engine")
 
 _STEPS_UNTIL_RETRY = 500
-"""After this many split steps a whole one is tried again, because other programs may have freed memory."""
+"""After this many split steps a whole one is tried, because other programs may have freed memory."""
 
 
 class StepSplitter:
@@ -30,14 +30,11 @@ class StepSplitter:
         can_split: Callable[[ScheduledRequest], bool],
         steps_until_retry: int = _STEPS_UNTIL_RETRY,
     ) -> None:
-        """`compute` may be called again for a batch after it ran out of memory. `can_split`: True if a row's tokens may
-        be computed in two parts.
-        """
+        """`compute` may be called again for a batch after it ran out of memory."""
         self._compute = compute
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
-        """Steps of more tokens are split before they are computed. None: no limit."""
         self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
@@ -83,14 +80,14 @@ class StepSplitter:
 def make_step_splitter(
     compute: Callable[[SchedulerOutput], PendingOutput], slots: InputBatch, group: Collective | None
 ) -> StepSplitter | None:
-    """None if a step cannot be repeated, because its first layers may have advanced recurrent states, or because other
-    ranks (`group`) compute it too.
+    """None if a step cannot be repeated. Its first layers may have advanced recurrent states, or other ranks (`group`)
+    compute it too.
     """
     if any(slots.recurrent_states) or group is not None:
         return None
 
     def can_split(row: ScheduledRequest) -> bool:
-        """False for pooling, and for images, whose tokens may attend to each other: both need all tokens of a chunk."""
+        """False for pooling, and for images, whose tokens may attend to each other."""
         new_request = slots.get_slot_request(row.slot).new_request
         return not new_request.spans and isinstance(new_request.params, SamplingParams)
 
@@ -110,8 +107,8 @@ def num_tokens(batch: SchedulerOutput) -> int:
 
 
 def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
-    """Returns two parts with about half of the tokens each; for a single row that cannot be split, one part without its
-    drafts; otherwise nothing.
+    """Two parts with about half of the tokens each; for a single row that cannot be split, one part without its drafts;
+    otherwise nothing.
     """
     first: list[ScheduledRequest] = []
     rest = list(batch.scheduled_requests)
@@ -135,9 +132,7 @@ def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], 
 
 
 def split_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, ScheduledRequest]:
-    """The first part gets `count` tokens and samples nothing. The caller keeps drafts together with the token before
-    them.
-    """
+    """The first part gets `count` tokens and samples nothing."""
     replace = msgspec.structs.replace
     return (
         replace(row, num_tokens=count, should_sample=False, draft_token_ids=[]),

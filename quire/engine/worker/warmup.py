@@ -21,7 +21,7 @@ def warm_up_runner(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture graphs, decodes
-    first, until `seconds` are over; no capture is cut short, and idle moments capture the rest. Return notes.
+    first, until `seconds` are over. Idle moments capture the rest. Return notes.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return []
@@ -61,7 +61,7 @@ def warm_up_runner(
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """Return notes. A kernel that fails here may work when a step needs it, or that step explains the error."""
+    """A kernel that fails here may work when a step needs it, or that step explains the error."""
     if find_spec("triton") is None:
         return []
     began = clock()

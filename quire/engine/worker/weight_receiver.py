@@ -32,11 +32,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class WeightFileReceiver(WeightReceiverMethods):
-    """Receives broadcasts from rank 0."""
-
     def __init__(self) -> None:
         self._shard_of_tensor: dict[str, dict[str, str]] = {}
-        """File of each tensor, by folder."""
         self._device = torch.device("cpu")
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:

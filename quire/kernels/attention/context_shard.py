@@ -8,13 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """A rank's tokens under decode context parallelism. A block has `tokens_per_page` per rank, in rank order."""
+    """One rank's tokens under decode context parallelism. Each rank has `tokens_per_page` tokens of a block, in rank
+    order.
+    """
 
     rank: int
     world_size: int
     tokens_per_page: int
     remote_slot: int = -1
-    """Slot of tokens that other ranks keep."""
 
     @property
     def token_range_in_page(self) -> range:
@@ -25,7 +26,6 @@ class ContextShard:
         return pages * self.tokens_per_page + min(max(rest - self.rank * self.tokens_per_page, 0), self.tokens_per_page)
 
     def max_tokens_per_rank(self, context_len: int) -> int:
-        """Rounded up to whole pages."""
         return -(-context_len // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
 
     def global_positions(self, local_indices: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """AttentionMetadata.slot_mapping for pages and positions [.., T] int64. Does not wait for the device."""
+        """For pages and positions [.., T] int64. Does not wait for the device."""
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places
         return (

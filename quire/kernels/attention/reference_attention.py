@@ -1,4 +1,4 @@
-"""Online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed, so a row's sums do not depend
+"""Online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed, so a row's bits do not depend
 on the batch.
 """
 
@@ -21,14 +21,13 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """T tokens, H heads; float32, or float64 if q is."""
+    """T tokens, H heads; float32, or float64 if q is float64."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf: no key was seen
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """[T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -40,7 +39,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """[ranks, T, H, V + 2] to [T, H, V], in rank order. Each row must have seen a key."""
+    """Merge [ranks, T, H, V + 2] to [T, H, V]. Each row must have seen a key."""
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]
@@ -60,7 +59,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Leaves out sinks."""
+    """q is [T, H, D]. Ignores sinks."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -88,7 +87,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D]. Quantized ones are float64 if `dtype` is, else float32."""
+    """Return [pages * tokens, K, D]. Quantized caches become float32, or float64 if `dtype` is float64."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -98,7 +97,6 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Up to QUERY_TILE rows over tiles of `shard`'s keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -147,8 +145,8 @@ def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]; each run of
-    `rows` is one query head's.
+    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]. Each query
+    head has `rows` rows.
     """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)

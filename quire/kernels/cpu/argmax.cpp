@@ -1,4 +1,4 @@
-// Greedy sampling: for each row of logits the index of its largest value, the first one where several are equal.
+// Greedy sampling: the index of the first largest value in each row of logits.
 #include "kernels.h"
 
 namespace {

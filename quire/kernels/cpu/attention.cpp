@@ -1,14 +1,13 @@
 // Paged attention over a ragged batch. If the batch has too few items (attention_items.h) for the threads, every key
-// tile of an item becomes an item of its own, and the results of the tiles are merged afterwards in the same order as
-// otherwise.
+// tile of an item becomes its own item. The results of the tiles are then merged in the usual order.
 #include "kernels.h"
 
 #include "attention_items.h"
 
 namespace {
 
-// With less work (see split_work) one thread does it all. This much takes it about 7 microseconds; waking threads
-// takes 3.
+// With less work (see split_work) one thread does everything. It needs about 7 microseconds for this much; waking
+// threads takes 3.
 constexpr long kOneThreadWork = 400000;
 
 template <class T>
@@ -34,7 +33,7 @@ void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* nex
   for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
 }
 
-// Results of work items that are single tiles, by row, kept until they are merged.
+// Results of work items that are single tiles, by row, until they are merged.
 struct TileResults {
   std::vector<Partial> partials;
   std::vector<float> values;

@@ -1,7 +1,7 @@
-// What attention over pages is made of, in one process (attention.cpp) as over ranks that divide the tokens (in
-// ranks/divided_attention.cpp): work items, and where their keys and values are. An item is one KV head for a few
-// consecutive queries of one sequence, with all query heads that share this KV head. A row is one query head of one
-// query. So a tile of keys, once loaded, serves many rows; decode steps and prompts differ only in the number of rows.
+// Work items of paged attention, and where their keys and values are. One process uses these (attention.cpp), and so do
+// ranks that divide the tokens (ranks/divided_attention.cpp). An item is one KV head for a few consecutive queries of
+// one sequence, with all query heads that share this KV head. A row is one query head of one query. So a tile of keys,
+// once loaded, serves many rows. Decode steps and prompts differ only in the number of rows.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr long kItemRows = 48;  // rows of a work item, at most
+constexpr long kItemRows = 48;  // maximum of rows in a work item
 
 struct Batch {
   void* out;
@@ -19,9 +19,9 @@ struct Batch {
   KVFormat format;
   long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
   int heads, kv_heads, dim;
-  int values_dim;  // 0: values have `dim` numbers; else they are the first ones of their keys
+  int values_dim;  // 0: values have `dim` numbers; otherwise they are the first numbers of their keys
   Softmax softmax;
-  // Where ranks divide the tokens, tile t is rank t % ranks's, and a page of the table has a tile of each of them.
+  // If ranks divide the tokens, tile t belongs to rank t % ranks, and a page of the table has one tile of each rank.
   int rank = 0, ranks = 1;
 
   int group() const { return heads / kv_heads; }
@@ -29,7 +29,7 @@ struct Batch {
   int width() const { return padded(out_dim()); }
   static int padded(int numbers) { return (numbers + 15) / 16 * 16; }
 
-  // The block that has these tokens of a sequence; they must be of a tile of this rank's.
+  // The page of these tokens of a sequence. They must be in a tile of this rank.
   long page_of(int sequence, long block) const {
     const int32_t* pages = table + sequence * table_stride;
     if (ranks == 1) return pages[block];
@@ -50,7 +50,7 @@ struct Batch {
     return static_cast<const char*>(pages) +
            (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
   }
-  // Elements of a block's copies: of keys, where these are codes, and of values. A tile's values follow its keys.
+  // Elements of a block's copies of keys (only of codes) and of values. A tile's values follow its keys.
   long copied_keys() const { return format.held == kPlain ? 0 : static_cast<long>(kBlock) * padded(dim); }
   long copied_values() const { return static_cast<long>(kBlock) * width(); }
   long copied() const { return copied_keys() + copied_values(); }
@@ -58,11 +58,11 @@ struct Batch {
 
 struct WorkItem {
   int sequence, kv_head;
-  long first, count;  // the first query, as a token of the batch, and how many queries
+  long first, count;  // the first query, as a token of the batch, and the number of queries
   long position;      // of the first query in its sequence
   long end;           // the first key that its last query does not see any more
   long tile;          // the only tile to compute; < 0: all
-  long partial_row;   // with a single tile: the row of the TileResults for its first row
+  long partial_row;   // with a single tile: the row of TileResults for its first row
 };
 
 long first_tile(const Batch& batch, const WorkItem& item) {
@@ -77,14 +77,14 @@ long seen_until(const Batch& batch, int sequence, long position) {
   return end < context ? end : context;
 }
 
-// Copies a block of values, with rows padded to `width` and with zeros for the tokens after the first `valid`.
+// Copies a block of values. Pads rows to `width`, with zeros for the tokens after the first `valid`.
 template <class T>
 void clean_values(const T* from, T* to, int dim, int width, int valid) {
   constexpr int kP = kPack<T>;
   const auto* words = reinterpret_cast<const uint32_t*>(from);
   auto* copy = reinterpret_cast<uint32_t*>(to);
   for (int slot = 0; slot < kBlock; slot += kP, words += dim, copy += width) {
-    // Of a pair of bfloat16 the first token's value is in the low half.
+    // The low half of a bfloat16 pair has the first token's value.
     const uint32_t keep = valid >= slot + kP ? 0xffffffffu : valid > slot ? 0xffffu : 0;
     for (int d = 0; d < dim; ++d) copy[d] = words[d] & keep;
     for (int d = dim; d < width; ++d) copy[d] = 0;
@@ -92,7 +92,7 @@ void clean_values(const T* from, T* to, int dim, int width, int valid) {
 }
 
 // Finds the keys and values that are read after this tile: those of the item's next tile, or of the next item. They are
-// only prefetched, so a wrong guess costs time but changes no result.
+// only prefetched, so a wrong guess takes time but changes no result.
 template <class T>
 void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, TileBlocks& blocks) {
   const WorkItem& owner = next && tile + batch.ranks >= end_tile(item) ? *next : item;
@@ -105,8 +105,8 @@ void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkIt
   }
 }
 
-// Makes the values of a block, in `values_copy`, of the beginnings of its keys, and expands these to `copy` first where
-// they are codes.
+// Copies the values of a block, which are the beginnings of its keys, to `values_copy`. Codes are first expanded to
+// `copy`.
 template <class T>
 void share_block(const Batch& batch, const char* keys, T* copy, T* values_copy, int b, int valid, TileBlocks& blocks) {
   const auto* codes = reinterpret_cast<const uint8_t*>(keys);
@@ -140,8 +140,9 @@ void expand_block(const char* keys, const char* values, T* copy, T* values_copy,
 }
 
 // Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
-// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps; codes always are, and
-// their keys as well. For matrix tiles all values are copied: those of two blocks are multiplied together.
+// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps. Codes are always
+// copied, with their keys. For matrix tiles all values are copied, because the values of two blocks are multiplied
+// together.
 template <class T>
 void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
   const long end = item.end, begin = tile * kTile;
@@ -149,7 +150,7 @@ void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies,
   blocks.dim = batch.dim;
   blocks.width = batch.width();
   blocks.scaled = batch.format.held == kInt8;
-  // Pages before the window may meanwhile belong to another sequence, so they must not be read.
+  // Pages before the window may now belong to another sequence, so they must not be read.
   const long earliest = first_seen(batch.softmax.window, item.position);
   T* all_values = copies + kTileBlocks * batch.copied_keys();
   blocks.pairs = reinterpret_cast<const uint32_t*>(all_values);
@@ -230,15 +231,15 @@ void write_rows(const Batch& batch, const WorkItem& item, long row, int count, c
   }
 }
 
-// Of a row before its first tile: empty, or what its head's sink weighs.
+// A row's state before its first tile: empty, or the weight of its head's sink.
 INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) {
   if (!batch.softmax.sinks) return {-kInfinity, 0.0f};
   return {batch.softmax.sinks[item.kv_head * batch.group() + row % batch.group()] * kLog2E, 1.0f};
 }
 
-// Splits the batch into work items. Items of one KV head come one after the other, so that its keys stay in L2, and the
-// longest first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds, where reading a
-// number of a key counts as 4.
+// Splits the batch into work items. Items of one KV head follow each other, so that its keys stay in L2. The longest
+// come first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds; reading a number of
+// a key counts as 4.
 std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) {
   std::vector<WorkItem> items;
   const long queries = kItemRows / batch.group() > 1 ? kItemRows / batch.group() : 1;

@@ -1,10 +1,10 @@
 // Attention of a few rows over one tile of keys: scores, softmax within the tile, weighted sum of the values. A row is
 // one query head of one query.
 //
-// A row's result must have the same bits whatever else is in the batch, and this file ensures it. Tiles have kTile
-// keys, the first one starting at position 0. Within a tile, a row's arithmetic depends only on its query, on its keys
-// and on where they are in the tile. A block that no row sees is left out; it would only have added zeros. Tiles are
-// merged in order (attention.cpp).
+// A row's result must have the same bits in every batch, and this file ensures it. Tiles have kTile keys, and the first
+// one starts at position 0. Within a tile, a row's arithmetic depends only on its query, its keys, and their places in
+// the tile. A block that no row sees is skipped, because it would only add zeros. Tiles are merged in order
+// (attention.cpp).
 #pragma once
 
 #include <algorithm>
@@ -23,39 +23,38 @@ constexpr int kTogether = kTiles && sizeof(T) == 2 ? kTileRows : kRows;
 constexpr int kMostTogether = kTogether<bf16> > kRows ? kTogether<bf16> : kRows;
 
 struct Softmax {
-  float scale;    // that scores are multiplied with
-  int window;     // how many keys a query sees at most; 0: all up to its own position; < 0: chunks of so many
-  float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
-  int ahead;      // how many keys behind its own position a query sees
-  // Added to scores by the distance from query to key, if not null: for a head, bias[head * bias_stride + bias_center]
-  // is that of distance 0. Up to 15 entries behind a head's last distance are read.
+  float scale;    // factor of scores
+  int window;     // number of keys that a query sees; 0: all up to its own position; < 0: chunks of this size
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: no cap
+  int ahead;      // number of keys after its own position that a query sees
+  // Added to scores by the distance from query to key, if not null. bias[head * bias_stride + bias_center] is a head's
+  // entry for distance 0. Up to 15 entries after a head's last distance are read.
   const float* bias;
   long bias_stride, bias_center;
-  const float* sinks;  // by query head, if not null: a score that has a weight and no value
+  const float* sinks;  // by query head, if not null: a score that has a weight but no value
 };
 
-// One tile of one KV head: where its blocks are. A token's values are padded to `width` numbers.
+// One tile of one KV head, and where its blocks are. A token's values are padded to `width` numbers.
 struct TileBlocks {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
-  // What is to be prefetched meanwhile: the keys that are read after this tile; of codes, which are read while they are
-  // expanded, the values too.
+  // What to prefetch meanwhile: the keys that are read next, and of codes also the values, which are read when they are
+  // expanded.
   const uint32_t *next_keys[kTileBlocks], *next_values[kTileBlocks];
-  const bf16 *key_scales[kTileBlocks], *value_scales[kTileBlocks];  // if `scaled`: what each token's are multiplied by
+  const bf16 *key_scales[kTileBlocks], *value_scales[kTileBlocks];  // if `scaled`: factors of each token's codes
   bool scaled;
   int dim, width;
-  const uint32_t*
-      pairs;  // for matrix tiles: the values of all blocks one after the other; of those that are not there zeros
+  const uint32_t* pairs;  // for matrix tiles: the values of all blocks in order, with zeros for missing blocks
 };
 
-// A row's result over one or more tiles, beside the weighted sum of its values: its largest score, in units of log2,
+// A row's result over one or more tiles, besides the weighted sum of its values: its largest score, in units of log2,
 // and the sum of its weights.
 struct Partial {
   float peak, total;
 };
 
-// The rows' queries, and the first keys that they see, and that they do not see any more, relative to the tile's first
-// key, in ascending order. If there is a bias, it is that of the tile's first key.
+// The rows' queries. For each row, the first key that it sees, and the first that it does not see any more, relative to
+// the tile's first key, in ascending order. A bias is that of the tile's first key.
 struct Rows {
   const uint32_t* query[kMostTogether];
   long from[kMostTogether], until[kMostTogether];
@@ -81,8 +80,8 @@ INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, fl
     UNROLLED (c, C) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
 }
 
-// The largest of a row's scores of blocks [begin, end), times `scale`. Before that they get the scales of codes, the
-// cap and the bias, where there are any, and -infinity for keys outside [from, to).
+// The largest of a row's scores of blocks [begin, end), times `scale`. First the scores get the scales of codes, the
+// cap and the bias, if any, and -infinity for keys outside [from, to).
 INLINE float find_peak(float* scores, int begin, int end, int from, int to, const TileBlocks& tile,
                        const Softmax& softmax, const float* bias, Vec scale) {
   const bool capped = softmax.softcap > 0, as_they_are = !capped && !bias && !tile.scaled;
@@ -105,8 +104,8 @@ INLINE float find_peak(float* scores, int begin, int end, int from, int to, cons
   return vpeak(vmul(peaks, scale));
 }
 
-// Turns a row's scores of blocks [begin, end) into weights 2^(score - peak). Keys outside [from, to) get weight 0,
-// whatever their scores: a page's unwritten slots can contain anything. The scale must be positive.
+// Turns a row's scores of blocks [begin, end) into weights 2^(score - peak). Keys outside [from, to) get weight 0
+// whatever their scores are, because a page's unwritten slots can contain anything. The scale must be positive.
 template <class T>
 INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, int from, int to, const TileBlocks& tile,
                                const Softmax& softmax, const float* bias) {
@@ -115,7 +114,7 @@ INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, in
   const Vec anchor = vset(peak == -kInfinity ? 0.0f : -peak);
   const auto weight = [&](int b) { return vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor)); };
   Vec sums = vset(0.0f);
-  if (!tile.scaled) {  // the rounded weights are added, so that those that are used sum to 1
+  if (!tile.scaled) {  // the rounded weights are added, so that the weights in use sum to 1
     for (int b = begin; b < end; ++b) sums = store_and_add(weights + b * kBlock, weight(b), sums);
     return {peak, vsum(sums)};
   }
@@ -151,18 +150,18 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
     UNROLLED (c, C) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
 }
 
-// Calls work(first column, how many) for the columns (blocks, or groups of 16 dimensions) from `begin` to `end`: C at a
-// time as long as so many are left, then C / 2 and so on.
+// Calls work(first column, count) for the columns (blocks, or groups of 16 dimensions) from `begin` to `end`: C at a
+// time while enough are left, then C / 2 and so on.
 template <int C, class Work>
 INLINE void for_columns(int begin, int end, const Work& work) {
   for (; begin + C <= end; begin += C) work(begin, std::integral_constant<int, C>());
   if constexpr (C > 1) for_columns<C / 2>(begin, end, work);
 }
 
-// Which keys of a tile `count` rows see.
+// The keys of a tile that `count` rows see.
 struct Seen {
   const Rows& rows;
-  int begin, end;  // the blocks that some row sees
+  int begin, end;  // the blocks that any row sees
 
   Seen(const Rows& rows, int count) : rows(rows) {
     end = (until(count - 1) + kBlock - 1) / kBlock;
@@ -202,7 +201,7 @@ INLINE void each_of(const Work& work) {
 }
 
 // Scores of up to 16 rows with blocks [begin, end), by matrix tiles: 32 dimensions at a time from the first one on,
-// what is left of them filled up with zeros. Four blocks share what is loaded of the queries. scores [16][kTile].
+// zero-padded. Four blocks share the loaded part of the queries. scores [16][kTile].
 INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, int begin, int end, float* scores) {
   const int words = tile.dim / 2, steps = (words + kTileWords - 1) / kTileWords, whole = words / kTileWords;
   const int row_words = steps * kTileWords;
@@ -220,7 +219,7 @@ INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, 
       tile_load<4>(&query[s * kTileWords], 4L * row_words);
       each_of<C>([&](auto c) {
         const uint32_t* keys = tile.keys[block + c] + s * kTileWords * kBlock;
-        if (s == whole) {  // what follows a page's keys can be anything
+        if (s == whole) {  // anything may follow a page's keys
           std::memset(rest, 0, sizeof rest);
           std::memcpy(rest, keys, 4L * kBlock * (words - whole * kTileWords));
           keys = rest;
@@ -235,8 +234,8 @@ INLINE void score_by_tiles(const Rows& rows, int count, const TileBlocks& tile, 
   });
 }
 
-// The weighted sums of values, by matrix tiles: 32 keys at a time from the tile's first one on. Of two blocks whose
-// values follow each other, one may be outside of [begin, end): its weights are zero, and so are its values.
+// The weighted sums of values, by matrix tiles: 32 keys at a time from the tile's first one on. Of two adjacent blocks,
+// one may be outside of [begin, end). Its weights and values are then zero.
 INLINE void weigh_by_tiles(const bf16* weights, const TileBlocks& tile, int begin, int end, float* out) {
   const long stride = 4L * tile.width;
   for_columns<4>(0, tile.width / 16, [&](int column, auto columns) {

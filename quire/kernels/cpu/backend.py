@@ -1,6 +1,6 @@
-"""C++ kernels for float32 and bfloat16. Other dtypes use the reference, or raise TypeError for KV, which has its own
-layout. add_* and mul_by_column_slice work in place, and return contiguous arguments themselves. A call costs a few
-microseconds of Python: create only tensors that are returned.
+"""C++ kernels for float32 and bfloat16. The reference computes other dtypes, except KV, which has its own layout and
+raises TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call takes a few microseconds
+of Python, so create only tensors that are returned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
 """Tokens of a block, and of the tiles that attention merges in order."""
 _MAX_VOCAB = 2**19
-"""The reference samples from this vocabulary size on."""
+"""Above this size the reference samples."""
 
 
 class CpuBackend(CpuLinearBackend):
@@ -68,7 +68,6 @@ class CpuBackend(CpuLinearBackend):
 
     @property
     def isa(self) -> str:
-        """For display, such as "AVX-512 with bf16"."""
         return native_library.ISAS[self.library.isa]
 
     def description(self) -> str:
@@ -91,7 +90,7 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized). Under decode context
+        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized); under decode context
         parallelism [blocks, pieces of 16 tokens, kv_heads, ...].
         """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
@@ -225,7 +224,7 @@ class CpuBackend(CpuLinearBackend):
         return lora.CompiledLinearWithLora(self.library, linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """About thirty times as fast as PyTorch's."""
+        """About thirty times as fast as PyTorch."""
         if groups.device.type != "cpu":
             return super().fit_int4(groups, zero_points=zero_points)
         groups = (groups if groups.dtype in self.library.fit_int4 else groups.float()).contiguous()

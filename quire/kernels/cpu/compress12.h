@@ -1,12 +1,12 @@
-// Lossless compression of bfloat16 weights to 12 bits. A weight's sign and mantissa are stored as they are (8 bits),
-// its exponent as a code of 4 bits: 0 stands for exponent 0, the other codes for 15 consecutive exponents, those that
+// Lossless compression of bfloat16 weights to 12 bits. A weight's sign and mantissa are stored unchanged (8 bits), its
+// exponent as a code of 4 bits. Code 0 means exponent 0, and the other codes mean the 15 consecutive exponents that
 // cover most of the matrix. Of normally distributed weights, trained or random, all but 2 in 10,000 have a code (the
-// entropy of exponents is 2.6 bits: Zhang et al., 2025, arXiv 2504.11651). Where memory bandwidth is the limit, a
-// quarter fewer bytes give a third more speed, and no bit of a result changes.
+// entropy of exponents is 2.6 bits: Zhang et al., 2025, arXiv 2504.11651). If memory bandwidth is the limit, a quarter
+// fewer bytes give a third more speed. No bit of a result changes.
 //
 // A step is 128 weights: two inputs for the 64 outputs of a panel (linear.cpp). It takes 192 bytes: 128 with signs and
-// mantissas, and 64 with codes, where the low half of byte b belongs to sign and mantissa b, the high half to 64 + b. A
-// step with a weight whose exponent has no code is also stored uncompressed, as 64 words ("whole").
+// mantissas, and 64 with codes. The low half of byte b belongs to sign and mantissa b, the high half to 64 + b. A step
+// with a weight whose exponent has no code is also stored uncompressed, as 64 words ("whole").
 #pragma once
 
 #include "panels.h"
@@ -60,7 +60,7 @@ INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]
   const Words code[2] = {_mm512_and_si512(codes, mask), _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask)};
   for (int half = 0; half < 2; ++half) {
     const Words from = _mm512_loadu_si512(step + 64 * half);
-    // The bytes of the weights: the high ones have the sign and the exponent's upper 7 bits, the low ones the
+    // The bytes of the weights. The high ones have the sign and the exponent's upper 7 bits, the low ones the
     // exponent's lowest bit and the mantissa.
     const Words high = _mm512_ternarylogic_epi32(from, sign, _mm512_shuffle_epi8(book.high, code[half]), 0xea);
     const Words low = _mm512_ternarylogic_epi32(from, sign, _mm512_shuffle_epi8(book.low, code[half]), 0xba);
@@ -69,7 +69,7 @@ INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]
   }
 }
 
-// Compresses a step of which `can_compress` is true; `expand` restores it. Of any other the bytes mean nothing.
+// Compresses a step for which `can_compress` is true, so that `expand` restores it. Otherwise the bytes mean nothing.
 INLINE void compress_step(const uint16_t* weights, int base, uint8_t* step) {
   const Words byte = _mm512_set1_epi16(0xff), sign = wset(0x80808080u), below = _mm512_set1_epi8(base);
   Words codes[2];

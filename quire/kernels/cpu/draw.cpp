@@ -2,9 +2,9 @@
 // with tokens in the vocabulary's order.
 //
 // A token's weight is e^(its scaled logit minus the largest one). Its mass is the weight in fixed point, because sums
-// of integers are exact in any order. Each filter is a threshold, the smallest weight that it keeps. It is held as the
-// bits of the float, whose order is that of the floats. It is found without sorting, with histograms: the first one
-// counts weights by their top bits, the next one, for the bucket that has the threshold, by the bits below, and so on.
+// of integers are exact in any order. Each filter is a threshold, the smallest weight that it keeps, stored as the bits
+// of the float, whose order is that of the floats. It is found without sorting, with histograms: the first one counts
+// weights by their top bits, the next one counts those in the threshold's bucket by the bits below, and so on.
 #include "kernels.h"
 
 namespace {
@@ -43,7 +43,7 @@ struct Cut {
 };
 
 // Finds the largest threshold that keeps `tokens` tokens or a mass of `least`. `top` is the histogram of the weights'
-// bits from 20 up. It has a bucket for every weight, as weights are at most 1, whose bits from 20 up are 1016.
+// bits from 20 up. It has a bucket for every weight, because weights are at most 1, whose bits from 20 up are 1016.
 Cut find_cut(const float* weights, long size, const Histogram& top, float* some, long tokens, double least) {
   Cut cut;
   Histogram below;
@@ -75,7 +75,7 @@ struct Draw {
   long top_k;
 };
 
-// Computes the weights of a row's logits. Returns false when no logit is above -infinity.
+// Computes the weights of a row's logits. Returns false if no logit is above -infinity.
 bool weigh(const float* logits, float* weights, long size, float temperature) {
   Vec most = vset(logits[0]);
   for (long i = 0; i + 16 <= size; i += 16) most = vmax(most, vload(logits + i));
@@ -102,7 +102,7 @@ uint32_t least_kept(const float* weights, float* some, long size, const Draw& dr
     const Cut cut = find_cut(weights, size, top, some, draw.top_k, __builtin_inf());
     float weight;
     __builtin_memcpy(&weight, &cut.bits, 4);
-    // Of several tokens with exactly the threshold's weight, top_p counts only as many as top_k has room for.
+    // If several tokens have exactly the threshold's weight, top_p counts only as many as top_k allows.
     whole = cut.mass_above + (draw.top_k - cut.above) * mass(weight);
     found = cut.bits;
   }

@@ -1,6 +1,6 @@
-// The functions that the library exports, for float (_f32) and bfloat16 (_bf16); native.py has the same arguments.
-// Those that return int return 0, or 1 when a page or slot is outside of the caches, or a rank has ended. Shapes are
-// those of `Backend` in kernels/backend.py.
+// The functions that the library exports, for float (_f32) and bfloat16 (_bf16); native_library.py has the same
+// arguments. Functions with an int result return 0, or 1 if a page or slot is outside of the caches, or a rank has
+// ended. Shapes are those of `Backend` in kernels/backend.py.
 #pragma once
 
 #include "fetch.h"
@@ -8,38 +8,39 @@
 // All other symbols are hidden, because a process may load several of these libraries, one per instruction set.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Consecutive outputs of a quantized linear (quantized.h), whose codes are alike.
+// Consecutive outputs of a quantized linear (quantized.h) with codes of the same kind.
 struct QuantizedPart {
   uint8_t* packed;
-  const float* factors;  // [outs]: what each output is multiplied by at the end
+  const float* factors;  // [outs]: final factor of each output
   int outs, bits;
-  int group;    // inputs that share a scale; all of them, with the padding, if there are no scales but the factors
-  int scales;   // whether groups have scales, and
-  int offsets;  // whether they have offsets as well
-  uint8_t table[16];  // what each 4-bit code stands for, plus 128
+  int group;          // inputs per scale; all inputs with the padding, if the factors are the only scales
+  int scales;         // whether groups have scales, and
+  int offsets;        // whether they also have offsets
+  uint8_t table[16];  // the value of each 4-bit code, plus 128
 };
 
 struct QuantizedLinear {
   const QuantizedPart* parts;
   const int32_t* order;  // [in]: the parts are of x[order]; null: of x itself
   int count;
-  int block;       // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
-  float outliers;  // blocks of x above so many times the root of the mean square of a row's peaks have 16 bits, not 8
+  int block;       // inputs of a row of x per scale: 16, 32 .. 96, which divides each part's group
+  float outliers;  // blocks of x have 16 bits instead of 8 if their peak exceeds this times the root mean square of a
+                   // row's peaks
 };
 
 enum { kPlain = 0, kInt8 = 1, kFloat8 = 2 };
 
 // How pages hold keys and values (kv_codes.h).
 struct KVFormat {
-  int held;                      // kPlain: in the type of the kernel; in integers, or in floats, of 8 bits
-  float key_scale, value_scale;  // of 8-bit floats: a layer's keys are its codes times key_scale; else 1
+  int held;                      // kPlain: the kernel's type; otherwise 8-bit integers or floats
+  float key_scale, value_scale;  // of 8-bit floats: a layer's keys are its codes times key_scale; otherwise 1
 };
 
 // The weights of a linear as 8-bit floats (quantization/float8.cpp).
 struct Float8Linear {
   const uint8_t* packed;
   const float* scales;  // [panels of 64 outputs][blocks][64]
-  int block;            // inputs that share a scale: a multiple of 4
+  int block;            // inputs per scale: a multiple of 4
 };
 
 struct PackedLinear {
@@ -48,24 +49,24 @@ struct PackedLinear {
   int in, outs;  // numbers of inputs and outputs
   int compressed;
   int wide;                          // whether results are float32 instead of the weight's type
-  const QuantizedLinear* quantized;  // the weight instead, if it is not null;
-  const Float8Linear* float8;        // or this, likewise
+  const QuantizedLinear* quantized;  // replaces the weight unless null;
+  const Float8Linear* float8;        // so does this
 };
 
-// Linears of which each has inputs and outputs of its own, side by side (mla/linear_blocks.cpp).
+// Linears with their own inputs and outputs, side by side (mla/linear_blocks.cpp).
 struct LinearBlocks {
-  const PackedLinear* linears;  // [count], all of as many inputs and outputs
+  const PackedLinear* linears;  // [count], all with the same numbers of inputs and outputs
   int count;
-  int passed;  // numbers behind each one's inputs, which follow its outputs as they are
+  int passed;  // numbers after each one's inputs, which are copied after its outputs
 };
 
-// How a row's experts follow from their scores (decoder/routing.h); kernels/routing.py explains the fields.
+// How scores choose a row's experts (decoder/routing.h); kernels/parameters/routing.py explains the fields.
 struct Routing {
   const float* correction;  // [experts]; may be null
-  const float* factors;     // [experts], of their weights in the end; may be null
+  const float* factors;     // [experts], final factors of their weights; may be null
   int chosen, weights, normalized, groups, groups_kept, group_best;
-  int inputs;                           // whether weights multiply what experts read, not what they give
-  float added, scale, softcap, jitter;  // softcap 0: there is none
+  int inputs;                           // whether weights multiply the experts' inputs instead of their outputs
+  float added, scale, softcap, jitter;  // softcap 0: no cap
 };
 
 // Consecutive bytes of a mapped file.
@@ -76,59 +77,59 @@ struct MappedPiece {
 
 struct Experts;
 
-// What is noted of a mixture's experts where their weights lie in a mapped file (decoder/mapped.h).
+// State of a mixture's experts whose weights are in a mapped file (decoder/mapped.h).
 struct MappedExperts {
   const MappedPiece* pieces;
-  const int64_t* starts;  // [held + 1]: of each expert the first of its pieces
-  const uint8_t* kept;    // [held]: whether its weights are in memory besides, and read there
-  uint8_t* guessed;       // [held]: whether the layer before guessed it, and asked for it
-  int64_t* uses;          // [held]: the steps that read it
-  int64_t* counts;        // [4], of all layers: experts read, of them kept, guessed, of them read
-  const Experts* next;    // those of the next layer that has some; null: there is none
+  const int64_t* starts;  // [held + 1]: the first piece of each expert
+  const uint8_t* kept;    // [held]: whether its weights are also in memory, and read there
+  uint8_t* guessed;       // [held]: whether the layer before guessed and requested it
+  int64_t* uses;          // [held]: number of steps that read it
+  int64_t* counts;        // [4], over all layers: experts read, of these kept in memory, guessed, of these read
+  const Experts* next;    // the experts of the next MoE layer; null: there is none
 };
 
-// A mixture of experts (experts.cpp): gated MLPs, of which the router chooses some for each row.
+// A mixture of experts (experts.cpp): gated MLPs. The router chooses some of them for each row.
 struct Experts {
   const PackedLinear* router;          // wide
   const PackedLinear *gate_up, *down;  // [held]
   Routing routing;
   int count;
-  int first, held;              // which of them are here: others are another rank's, and add nothing
-  int float_router;             // whether the router's weights are float32, whatever the others' are
+  int first, held;              // the experts that are here; the others are on other ranks, and add nothing
+  int float_router;             // whether the router's weights are float32, whatever the others are
   float alpha, limit;           // of clamped_mul; limit 0: the gate is SiLU
-  int activation;               // its kind, where gate_up is up alone; -1: there are gates
+  int activation;               // its kind, if gate_up is only the up projection; -1: there are gates
   int gelu;                     // whether gates are GELU
   const MappedExperts* mapped;  // may be null
 };
 
-// What an adapter adds to some consecutive outputs of a linear.
+// An adapter's addition to some consecutive outputs of a linear.
 struct LoraPart {
   const void* up;  // [outs / 16][rank][16] of the linear's type, padded with zeros
   int first, outs;
-  int first_rank, rank;  // its share of the outputs of `down`
+  int first_rank, rank;  // its part of the outputs of `down`
 };
 
 struct LoraAdapter {
-  const void* down;  // [panels][words of in][16]: those of all parts one after another, padded with zeros
+  const void* down;  // [panels][words of in][16]: all parts in order, padded with zeros
   const LoraPart* parts;
-  int count, panels;  // of parts; 0: it adds nothing to this linear
+  int count, panels;  // count: number of parts; 0: nothing is added to this linear
 };
 
 // A linear's adapters by slot, from slot 1 on.
 struct LoraLinear {
   const LoraAdapter* adapters;
   int slots, in, outs;
-  int wide;  // as PackedLinear's
+  int wide;  // as in PackedLinear
 };
 
-// The ranks that share this model (ranks/collective.cpp), as one of them sees them.
+// One rank's view of the ranks that share this model (ranks/collective.cpp).
 struct Collective {
-  char* memory;   // mapped by all: counts, then two buffers of each rank
+  char* memory;   // mapped by all: counts, then two buffers per rank
   long capacity;  // bytes of a buffer
   int rank, count;
   int parent;      // the process that this one must end with; 0: none
   int spins;       // looks at another rank's count before sleeping
-  uint32_t steps;  // begun so far
+  uint32_t steps;  // steps begun so far
 };
 
 EXPORTED int sum_ranks_f32(Collective* group, float* x, long size, int threads);

@@ -7,7 +7,7 @@
 
 class Fetch {
  public:
-  // The cache lines of some regions: each step() prefetches the next one, until there are none left.
+  // The cache lines of some regions. Each step() prefetches the next one, until none is left.
   struct Lines {
     const char *const *region = nullptr, *const *last = nullptr;
     long offset = 0, bytes = 0;
@@ -32,7 +32,7 @@ class Fetch {
 
   long size() const { return static_cast<long>(regions_.size()); }
 
-  // Take regions that no other thread gets, as many as can be prefetched with `steps` calls of Lines::step.
+  // Take regions that no other thread gets, as many as `steps` calls of Lines::step can prefetch.
   Lines take(long steps) {
     const long some = steps * 64 / bytes_;
     const long begin = next_.load() < size() ? next_.fetch_add(some) : size(), end = begin + some;

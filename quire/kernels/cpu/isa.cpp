@@ -1,5 +1,5 @@
-// The instruction sets that this CPU and its operating system support, as bits in the order of native.py's ISAS.
-// native.py asks the library that is built for the baseline first, and then loads the best one.
+// The instruction sets that this CPU and its operating system support, as bits in the order of ISAS in
+// native_library.py, which first asks the library that is built for the baseline, and then loads the best one.
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 
@@ -9,14 +9,14 @@ static bool has_avx_vnni() {
 }
 static bool has_tiles() {
   unsigned a, b, c, d = 0;
-  const unsigned needs = 1u << 24 | 1u << 22 | 1u << 25;  // tiles, their bf16 and their int8
+  const unsigned needs = 1u << 24 | 1u << 22 | 1u << 25;  // tiles, and their products of bf16 and int8
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & needs) == needs;
 }
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether the system lets this process use tiles: it must be asked, before any thread does. A container may refuse.
+// Asks the system whether this process may use tiles, before any thread does. A container may refuse.
 static bool may_use_tiles() {
   constexpr long kAskPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
@@ -66,7 +66,7 @@ extern "C" __attribute__((visibility("default"))) int usable_isas() {
   return usable;
 }
 
-// Whether the processor has tiles that the system refuses.
+// True if the processor has tiles that the system refuses.
 extern "C" __attribute__((visibility("default"))) int tiles_refused() {
 #if defined(__x86_64__) || defined(__i386__)
   return has_tiles() && !may_use_tiles();
@@ -78,5 +78,5 @@ extern "C" __attribute__((visibility("default"))) int tiles_refused() {
 #ifndef SUM_OF_SOURCES
 #define SUM_OF_SOURCES 0
 #endif
-// A checksum of the sources that the library was built from, set by build.py, by which an outdated build is noticed.
+// A checksum of the library's sources, set by build.py, which reveals an outdated build.
 extern "C" __attribute__((visibility("default"))) unsigned sum_of_sources() { return SUM_OF_SOURCES; }

@@ -1,11 +1,11 @@
 // Keys and values in 8 bits. The part of a KV head in a page is then
 //   keys   [dim][16 tokens] codes
 //   values [16 tokens][dim] codes
-// and with integers, behind either, 16 scales: a token's numbers are its codes times its scale. What is rounded is a
-// head of one token, alone, so codes depend on nothing but the token. kernels/kv_quantization.py computes the same.
+// and with integers, 16 scales after each: a token's numbers are its codes times its scale. A head of one token is
+// rounded by itself, so codes depend only on the token. kernels/kv_quantization.py computes the same.
 //
-// Attention expands the codes of a tile to the words that it multiplies (layout.h), which hold them exactly. The scales
-// join later: a key's multiplies its score, a value's its weight.
+// Attention expands the codes of a tile to the words that it multiplies (layout.h), which represent them exactly.
+// Scales are applied later: a key's to its score, a value's to its weight.
 #pragma once
 
 constexpr float kMostInteger = 127.0f;
@@ -13,7 +13,7 @@ constexpr float kLeastScale = 0x1p-126f;
 
 INLINE KVFormat held_as(const KVFormat* format) { return format ? *format : KVFormat{kPlain, 1.0f, 1.0f}; }
 
-// Elements, not bytes, of the part of a KV head in a page of keys or of values.
+// Elements, not bytes, of a KV head's part of a page of keys or of values.
 template <class T>
 INLINE long head_elements(const KVFormat& format, int dim) {
   const long scales = format.held == kInt8 ? kBlock * static_cast<long>(sizeof(bf16)) : 0;
@@ -24,7 +24,7 @@ INLINE long element_bytes(const KVFormat& format) {
   return format.held == kPlain ? sizeof(T) : 1;
 }
 
-// The nearest 8-bit float (four bits of exponent, three of fraction), ties to even; what is too large becomes 448.
+// The nearest 8-bit float (four bits of exponent, three of fraction), ties to even. Larger values become 448.
 INLINE uint8_t to_float8(float x) {
   uint32_t bits, small;
   __builtin_memcpy(&bits, &x, 4);
@@ -33,13 +33,13 @@ INLINE uint8_t to_float8(float x) {
   bits = bits < 0x43e00000 ? bits : 0x43e00000;  // 448
   float size;
   __builtin_memcpy(&size, &bits, 4);
-  size += 0x1p14f;  // rounds to multiples of 2^-9, as those below 2^-6 are
+  size += 0x1p14f;  // rounds to multiples of 2^-9, as numbers below 2^-6 are
   __builtin_memcpy(&small, &size, 4);
   const uint32_t rounded = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
   return static_cast<uint8_t>(sign | (bits < 0x3c800000 ? small & 15 : rounded - (120 << 3)));
 }
 
-// Rounds a head of `dim` numbers to codes. Returns the scale of integers, in bfloat16; of 8-bit floats nothing.
+// Rounds a head of `dim` numbers to codes. Returns the scale of integers, in bfloat16; for 8-bit floats nothing.
 template <class T>
 INLINE bf16 round_head(const T* x, int dim, int held, float scale, uint8_t* codes) {
   float numbers[16];
@@ -70,7 +70,7 @@ INLINE bf16 round_head(const T* x, int dim, int held, float scale, uint8_t* code
   return rounded[0];
 }
 
-// Puts a head of one token into its page's part of keys. `codes`: [dim], for the results of a moment.
+// Writes a head of one token to its page's part of keys. `codes` [dim] is temporary memory.
 template <class T>
 INLINE void store_key_codes(const T* key, const KVFormat& format, uint8_t* keys, int slot, int dim, uint8_t* codes) {
   const bf16 scale = round_head(key, dim, format.held, format.key_scale, codes);
@@ -78,7 +78,7 @@ INLINE void store_key_codes(const T* key, const KVFormat& format, uint8_t* keys,
   if (format.held == kInt8) __builtin_memcpy(keys + kBlock * dim + slot * sizeof(bf16), &scale, sizeof(bf16));
 }
 
-// The same of its value too, into the part of values.
+// Also writes its value, to the part of values.
 template <class T>
 INLINE void store_codes(const T* key, const T* value, const KVFormat& format, uint8_t* keys, uint8_t* values, int slot,
                         int dim, uint8_t* codes) {
@@ -89,7 +89,7 @@ INLINE void store_codes(const T* key, const T* value, const KVFormat& format, ui
   __builtin_memcpy(values + kBlock * dim + slot * sizeof(bf16), &value_scale, sizeof(bf16));
 }
 
-// The first n of 16 codes; the others become 0.
+// The first n of 16 codes. The others become 0.
 template <class Code>
 INLINE Vec load_codes(const uint8_t* p, int n) {
   if (n >= 16) return vload(reinterpret_cast<const Code*>(p));

@@ -3,16 +3,16 @@
 //   keys   [dim / pack][16 tokens]  one load gives the same dimension(s) of 16 keys, so a query scores all of them at
 //                                   once without a sum across lanes
 //   values [16 / pack][dim]         one load gives 16 dimensions of one token, or of two
-// Keys and values have equally large parts. Pages of 8-bit codes have a layout of their own (kv_codes.h). Where values
-// are the beginnings of their keys, as of latents, there are pages of keys alone.
+// The parts of keys and values have equal sizes. Pages of 8-bit codes have their own layout (kv_codes.h). If values are
+// the beginnings of their keys, as with latents, there are only pages of keys.
 #pragma once
 
 #include <cstdint>
 
 constexpr int kBlock = 16;
-constexpr int64_t kElsewhere = -1;  // the slot of a token that another rank keeps: ranks/divided_attention.cpp
+constexpr int64_t kElsewhere = -1;  // slot of a token on another rank: ranks/divided_attention.cpp
 
-// The first key that a query at this position sees, which may be below 0, by Softmax::window (attention_tile.h).
+// The first key that a query at this position sees, by Softmax::window (attention_tile.h). It may be below 0.
 INLINE long first_seen(int window, long position) {
   return window > 0 ? position - window + 1 : window < 0 ? position / -window * -window : 0;
 }
@@ -32,8 +32,8 @@ INLINE void store_value(const T* value, T* head, int slot, int dim) {
   for (int d = 0; d < dim; ++d) to[d * kPack<T>] = value[d];
 }
 
-// The words of a block's values where they are the first `dim` numbers of its keys, whose words are given: rows padded
-// to `width`, a multiple of 16, and with zeros for the tokens after the first `valid`.
+// The words of a block's values if these are the first `dim` numbers of its keys, whose words are given. Rows are
+// padded to `width`, a multiple of 16, with zeros for the tokens after the first `valid`.
 template <class T>
 void values_of_keys(const uint32_t* keys, uint32_t* values, int dim, int width, int valid) {
   for (int d = 0; d < width; d += 16 * kPack<T>) {

@@ -1,7 +1,7 @@
 // x @ weight.T + bias for any number of rows. Each output is the sum of its products in order, over all inputs, in one
 // float32 register, so a row's result has the same bits in every batch. The weight is packed once as [out / 64][words
-// of a row][64 words]: each panel of 64 outputs is one contiguous stream, the last one padded with zeros. Packed
-// bfloat16 can also be compressed (compress12.h).
+// of a row][64 words]: each panel of 64 outputs is one contiguous stream, the last one zero-padded. Packed bfloat16 can
+// also be compressed (compress12.h).
 //
 // With few rows, the weight is read once and memory bandwidth is the limit. With many rows, a panel stays in L2 while
 // the rows are multiplied with it, six at a time in 24 accumulators, and the next panel is prefetched meanwhile.
@@ -22,14 +22,14 @@ namespace {
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
                                     // (docs/internals/lab-notes/cpu.md)
 
-// O is the type of the result: T, or float where it is not to be rounded (logits).
+// O is the type of the result: T, or float if it is not rounded (logits).
 template <class T, class O>
 struct Linear {
   const Row<T>* x;
   const T* bias;  // may be null
   O* out;
   int in, outs;
-  const uint32_t* packed;        // the weight: either this
+  const uint32_t* packed;        // the weight is either this
   const Compressed* compressed;  // or this; the other one is null
   Fetch* meanwhile;              // what to prefetch while multiplying; may be null
 
@@ -52,8 +52,8 @@ template <class T, int R, int C, class O>
 INLINE void start_block(const Linear<T, O>& l, long row, long column, const Row<T>* (&rows)[R], Vec (&acc)[R][C]) {
   UNROLLED (r, R) {
     rows[r] = l.x + (row + r) * l.in;
-    // The lines of `out` are prefetched while the sums are computed: stores that miss the cache would delay the next
-    // block.
+    // The lines of `out` are prefetched while the sums are computed, because stores that miss the cache would delay the
+    // next block.
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
     UNROLLED (c, C) acc[r][c] = vset(0.0f);
   }
@@ -81,7 +81,7 @@ struct Decompressed {
   const Codebook book;
   const long begin;  // the panel's first step
   const uint8_t* step;
-  long kept, next;  // of the steps that are stored whole: the next one's number, and where it is in the panel
+  long kept, next;  // of the steps that are stored whole: the next one's number, and its place in the panel
 
   Decompressed(const Compressed& from, long panel, int steps)
       : from(from),
@@ -91,7 +91,7 @@ struct Decompressed {
         kept(from.first[panel]),
         next(from.where[kept] - begin) {}
 
-  // The words of step s; steps are read in their order.
+  // The words of step s. Steps are read in order.
   __attribute__((always_inline)) inline void read(int s, Words (&column)[kPanelColumns]) {
     expand(book, step, column);
     for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kPrefetchSteps * kCompressedStep + 64 * i, 0, 2);
@@ -102,7 +102,7 @@ struct Decompressed {
   }
 };
 
-// Multiplies R rows with a compressed panel, which is decompressed on the way. If `words` is not null, the decompressed
+// Multiplies R rows with a compressed panel, and decompresses it meanwhile. If `words` is not null, the decompressed
 // words are also written there, for the next rows.
 template <class T, int R, class O>
 void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
@@ -125,8 +125,8 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   finish_block<T, R, C>(l, row, panel * C, acc);
 }
 
-// Multiplies rows [row, row + rows) with a panel by tiles. `words`: uncompressed, or null: then up to 16 rows read the
-// compressed panel; if `kept` is not null, its words are written there, for the next rows.
+// Multiplies rows [row, row + rows) with a panel by tiles. `words`: uncompressed, or null. In that case up to 16 rows
+// read the compressed panel. If `kept` is not null, its words are written there, for the next rows.
 template <class O>
 void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, const uint32_t* words, uint32_t* kept,
                     const Prefetch& prefetch) {
@@ -139,7 +139,7 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
   if (rows > kTileRows) {
     tile_more_rows(x, steps, rows, steps, sums, words, fetch);
   } else if (words) {
-    constexpr long kAhead = 4L * kBlockWords;  // words; 16 KB, as far as it was measured
+    constexpr long kAhead = 4L * kBlockWords;  // words; 16 KB was the largest distance measured
     tile_rows(
         x, steps, rows, steps, sums, [&](int s) { return words + static_cast<long>(s) * kPanel; },
         [&](int s) {
@@ -172,7 +172,7 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
   }
 }
 
-// The same of up to 32 rows [begin, begin + count), as multiply_rows.
+// The same for up to 32 rows [begin, begin + count), like multiply_rows.
 template <class O>
 void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, long panel, const char* next) {
   const uint32_t* words = l.packed ? l.packed + panel * l.steps() * kPanel : nullptr;
@@ -187,7 +187,7 @@ void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, lo
   multiply_tiles(l, begin, static_cast<int>(count), panel, words, nullptr, prefetch);
 }
 
-// The tiles of a panel; what is not stored as they need it is written to this thread's scratch memory.
+// The tiles of a panel. If they are not stored in the required form, they are written to this thread's scratch memory.
 template <class O>
 PanelTiles tiles_of(const Linear<bf16, O>& l, long panel) {
   const int steps = l.steps(), blocks = blocks_of(steps);
@@ -210,7 +210,7 @@ PanelTiles tiles_of(const Linear<bf16, O>& l, long panel) {
   return consecutive_tiles(words, blocks);
 }
 
-// Writes 16 outputs of one row of a group of up to 32: piece i is of row i / 4.
+// Writes 16 outputs of one row of a group of up to 32. Piece i belongs to row i / 4.
 template <class O>
 struct GroupOutput {
   const Linear<bf16, O>& l;
@@ -263,7 +263,7 @@ void multiply_all_groups(const Linear<bf16, O>& l, long rows, int threads) {
   const char* stream =
       l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
-  const long most = std::clamp(kRowsInL2 / (2L * kGroupRows * l.in), 4L, 16L);  // groups for each reading of a panel
+  const long most = std::clamp(kRowsInL2 / (2L * kGroupRows * l.in), 4L, 16L);  // groups per reading of a panel
   const Shares shares = {x.groups(), l.panels(), threads, most, 1};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
@@ -298,7 +298,7 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
 
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
-  // With less work one thread does it all. This much takes it about 7 microseconds; waking threads takes 3.
+  // With less work one thread does everything. It needs about 7 microseconds for this much; waking threads takes 3.
   constexpr long kOneThreadWork = 900000;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kOneThreadWork) threads = 1;
   if constexpr (kTiles && sizeof(T) == 2)
@@ -309,7 +309,7 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
-      // Where registers hold the sums of a whole panel, few rows read it once: the CPU sees what follows.
+      // If registers hold the sums of a whole panel, few rows read it once, and the CPU predicts what follows.
       constexpr int kOnce = std::min(kRows, kAccumulators / kPanelColumns);
       const bool fetch = next < l.panels() && end - begin > kOnce;
       multiply_rows(l, begin, end - begin, panel, fetch ? stream + next * panel_bytes : nullptr);
@@ -320,7 +320,7 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
 // Packs weight [outs, in] to packed [outs rounded up to 64, in]. A row must be a whole number of words.
 template <class T>
 void pack(const T* weight, T* packed, int in, int outs, int threads) {
-  constexpr int kTogether = 16;  // words of a row that are copied at a time: the one cache line that is read
+  constexpr int kTogether = 16;  // words of a row that are copied at a time: one cache line of the input
   const auto* from = reinterpret_cast<const uint32_t*>(weight);
   auto* to = reinterpret_cast<uint32_t*>(packed);
   const int steps = in / kPack<T>;
@@ -363,7 +363,7 @@ struct Compressor {
   const uint16_t* packed;
   long panels, panel_steps;
   int threads, base;
-  std::vector<long> first;  // by panel: the number of whole steps before it; at the end, the number of all whole steps
+  std::vector<long> first;  // by panel: the number of whole steps before it; at the end, their total number
 
   Compressor(const uint16_t* packed, int in, int outs, int threads)
       : packed(packed),

@@ -10,12 +10,12 @@ from quire.kernels.cpu import native_library
 
 
 class CompiledLinearBase:
-    """A subclass keeps the memory that `native` points to."""
+    """A subclass must keep the memory that `native` points to."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
     ) -> None:
-        """dtype: of x, and of the result unless `linear.wide` (float32)."""
+        """`dtype`: type of x, and of the result unless `linear.wide` (float32)."""
         self.native = linear
         self.out_features, self.in_features = linear.outs, linear.in_
         self.dtype = dtype
@@ -24,7 +24,9 @@ class CompiledLinearBase:
         self._pointer = ctypes.addressof(linear)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
-        """Packed weights with the address of the kernel's pointer to each. struct: `native`, or the kernel's copy."""
+        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the kernel's
+        copy.
+        """
         raise NotImplementedError
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:

@@ -1,7 +1,7 @@
-// Adds what rows' adapters (Hu et al., 2021) add to a linear's outputs: out += up @ (down @ x). Rows of one adapter are
-// taken four at a time, or sixteen by matrix tiles (tiles/lora_tiles.h), so its weights are read once for them; many
-// adapters may share a batch, as in Punica (Chen et al., 2023). A row's sums are float32, each in one order of its own
-// inputs, so they do not depend on the batch.
+// Adds the deltas of rows' adapters (Hu et al., 2021) to a linear's outputs: out += up @ (down @ x). Rows of one
+// adapter are computed four at a time, or sixteen by matrix tiles (tiles/lora_tiles.h), so its weights are read once
+// for them. Many adapters may share a batch, as in Punica (Chen et al., 2023). A row's sums are float32, each in one
+// order of its own inputs, so they do not depend on the batch.
 //
 // Both matrices are packed as panels of 16 outputs, which are contiguous streams: `down` as [outputs / 16][words][16],
 // words of inputs as in layout.h, `up` as [outputs / 16][inputs][16].
@@ -27,9 +27,9 @@ struct Group {
   int count;
 };
 
-constexpr int kAhead = 2560;  // bytes: memory answers in the time that so many are multiplied
+constexpr int kAhead = 2560;  // bytes: memory answers in the time that multiplying this many takes
 
-// acc[r] = sum over s of rows[r][s] * panel[s], word by word (layout.h): even words and odd ones apart, then together.
+// acc[r] = sum over s of rows[r][s] * panel[s], word by word (layout.h): even and odd words separately, then together.
 template <class T, int R>
 INLINE void multiply_words(const uint32_t* const* rows, const uint32_t* panel, int steps, Vec (&acc)[R]) {
   Vec odd[R];
@@ -49,7 +49,7 @@ INLINE void multiply_words(const uint32_t* const* rows, const uint32_t* panel, i
   for (int r = 0; r < R; ++r) acc[r] = vadd(acc[r], odd[r]);
 }
 
-// acc[r] = sum over i of rows[r][i] * panel[i], of floats with numbers of type T.
+// acc[r] = sum over i of rows[r][i] * panel[i], floats times numbers of type T.
 template <class T, int R>
 INLINE void multiply_floats(const float* const* rows, const T* panel, int n, Vec (&acc)[R]) {
   for (int r = 0; r < R; ++r) acc[r] = vset(0.0f);
@@ -73,7 +73,7 @@ INLINE void with_count(int count, const Work& work) {
   }
 }
 
-// Panels [begin, end) of down @ x, to middle [kGroup<T>][all panels * 16].
+// Computes panels [begin, end) of down @ x, to middle [kGroup<T>][all panels * 16].
 template <class T>
 void shrink(const LoraLinear& l, const Group& group, const T* x, float* middle, int begin, int end) {
   const long width = static_cast<long>(group.adapter->panels) * 16;
@@ -194,7 +194,7 @@ void add(const LoraLinear& l, const int64_t* adapters, const T* x, O* out, long 
   if (static_cast<long>(memory.size()) < count * size) memory.resize(count * size);
   const Group* groups = found.groups.data();
   float* middles = memory.data();
-  // Below this many products one thread does it all, as waking others takes it 3 microseconds.
+  // With fewer products one thread does everything, because waking others takes 3 microseconds.
   constexpr long kOneThreadWork = 400000;
   const long each = static_cast<long>(found.most_panels) * 16 * kGroup<T> * (l.in + l.outs);
   if (count * each < kOneThreadWork) threads = 1;

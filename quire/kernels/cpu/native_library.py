@@ -34,7 +34,7 @@ _FLOAT = ctypes.c_float
 
 
 class QuantizedPart(ctypes.Structure):
-    """This and the structures up to LoraLinear mirror exports.h."""
+    """The structures up to LoraLinear mirror exports.h."""
 
     _fields_ = [
         *[(name, _POINTER) for name in ("packed", "factors")],
@@ -129,8 +129,6 @@ class Call(ctypes.Structure):
 
 
 class Collective(ctypes.Structure):
-    """Mirrors exports.h."""
-
     _fields_ = [
         ("memory", _POINTER),
         ("capacity", _LONG),
@@ -159,7 +157,7 @@ def to_ctypes(argument: Any) -> Any:
 
 
 def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
-    """Row stride of AttentionParams.relative_bias, and its column for distance 0. Raises TypeError."""
+    """Row stride, and column for distance 0, of AttentionParams.relative_bias. Raises TypeError."""
     if bias is None:
         return 0, 0
     if bias.dtype != torch.float32 or not bias.is_contiguous():
@@ -186,8 +184,8 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 
 class WeightArena:
-    """Memory for weights, on huge pages if available: with 4 KB pages, page table walks slow the streaming of weights
-    by up to a third. Tensors share large mappings, which live as long as one of them.
+    """Memory for weights, on huge pages if available, because page table walks of 4 KB pages slow weight streaming by
+    up to a third. Tensors share large mappings.
     """
 
     def __init__(self) -> None:
@@ -271,7 +269,7 @@ SIGNATURES = {
     "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
-"""Of kernels that exist once per dtype."""
+"""Kernels that exist once per dtype."""
 _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
@@ -283,7 +281,7 @@ _UNTYPED_SIGNATURES = {
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
     "share_rank": [*[_POINTER] * 2, _LONG],
 }
-"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: no gain, or unsupported (compress12.h)."""
+"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: unsupported, or no smaller (compress12.h)."""
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -295,7 +293,7 @@ class NativeLibrary:
         def __getattr__(self, kernel: str) -> Any: ...
 
     def __init__(self, isa: str, weight_arena: WeightArena | None = None) -> None:
-        """Raises OSError if the library was built from other sources or cannot be loaded."""
+        """Raises OSError if the library cannot be loaded or was built from other sources."""
         self.isa, self.weight_arena = isa, WeightArena() if weight_arena is None else weight_arena
         library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
@@ -317,12 +315,11 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
-        """Address of the function through which decoder/recorded.cpp calls the kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """The best loadable library, or one line on why there is none."""
+    """Or why there is none, in one line."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
@@ -332,7 +329,9 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Built and supported by this CPU, best last. QUIRE_CPU_ISA sets the last; ValueError if that is unusable."""
+    """Built and supported by this CPU, best last. QUIRE_CPU_ISA sets the last. Raises ValueError if that is
+    unusable.
+    """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
@@ -348,13 +347,13 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """This CPU's best instruction set if its library is missing, as in a checkout built elsewhere."""
+    """None unless this CPU's best library is missing."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
 
 def is_amx_refused() -> bool:
-    """True if the OS refuses the process the CPU's AMX tiles."""
+    """True if the OS denies this process the CPU's AMX tiles."""
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 

@@ -1,6 +1,5 @@
-// RMSNorm and LayerNorm, alone and fused with the residual addition, the MLP's gates (SiLU and GELU), and what stands
-// in MLPs without a gate.
-// Computed in float32 and rounded once at the end.
+// RMSNorm and LayerNorm, alone and fused with the residual addition, the MLP's gates (SiLU and GELU), and activations
+// of MLPs without a gate. Computed in float32 and rounded once at the end.
 #include "kernels.h"
 
 #include "rms.h"
@@ -61,9 +60,9 @@ void layer_norm(const T* x, T* residual, const float* weight, const float* bias,
   });
 }
 
-constexpr long kPiece = 4096;  // numbers that one thread takes at once
+constexpr long kPiece = 4096;  // numbers that one thread computes at once
 
-// x = of(x), each number.
+// x = of(x), for each number.
 template <class T, class Of>
 void each_number(T* x, long size, int threads, const Of& of) {
   parallel_rows(threads, (size + kPiece - 1) / kPiece, size * 6, [&](long begin, long end) {
@@ -75,7 +74,7 @@ void each_number(T* x, long size, int threads, const Of& of) {
   });
 }
 
-// kernels/activation.py has the same numbers for the kinds, and says what xIELU is.
+// kernels/parameters/activation.py has the same numbers for the kinds, and defines xIELU.
 enum { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSquaredRelu = 3, kXielu = 4, kTimes = 5 };
 
 template <class T>
@@ -114,7 +113,7 @@ void add(const T* x, T* residual, long size, int threads) {
   });
 }
 
-// x *= sigmoid(gate), where each gate is that of so many numbers side by side.
+// x *= sigmoid(gate); each gate covers this many adjacent numbers.
 template <class T>
 void sigmoid_mul_wide(T* x, const T* gate, long gates, int each, int threads) {
   parallel_rows(threads, gates, gates * each, [&](long begin, long end) {
@@ -155,7 +154,7 @@ void join(const T* x, const T* y, T* out, long rows, int first, int second, int 
   });
 }
 
-// The numbers in the other type.
+// Converts numbers to the other type.
 template <class T, class Other>
 void cast(const T* x, Other* out, long size, int threads) {
   constexpr long kPiece = 256;

@@ -1,4 +1,4 @@
-// How a weight is cut into panels of 64 outputs, and how panels and rows are divided among threads.
+// How a weight is divided into panels of 64 outputs, and how panels and rows are divided among threads.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@ INLINE void with_rows(long count, const Work& work) {
 // thread gets the same number of whole panels, and the remaining panels are divided among all threads by rows.
 struct Shares {
   long rows, panels, threads;
-  long row_block = kRowBlock, least_rows = 4;  // that a thread gets of a panel that is divided
+  long row_block = kRowBlock, least_rows = 4;  // rows that a thread gets of a divided panel
   long blocks = (rows + row_block - 1) / row_block;
   bool even = blocks == 1 && panels >= threads && panels % threads && rows >= least_rows * threads;
   long whole = panels / threads, cut = panels % threads;

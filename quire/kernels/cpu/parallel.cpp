@@ -1,7 +1,7 @@
 // A thread pool in which a call never waits for a thread that has taken no work. With OpenMP, every thread must arrive
 // at the end of a parallel region. On a machine that also runs other programs, each of a step's hundreds of regions
-// then waits for a thread that the system has not scheduled at all, and a step takes fifty times as long. Here the
-// threads that happen to run take the work items, and the caller waits only for items that another thread has begun.
+// then waits for a thread that the system has not scheduled, and a step takes fifty times as long. Here the threads
+// that happen to run take the work items, and the caller waits only for items that another thread has begun.
 #include "kernels.h"
 
 #include <condition_variable>
@@ -24,7 +24,7 @@ class Pool {
  public:
   void run(int threads, long items, void (*work)(const void*, long), const void* context) {
     std::unique_lock<std::mutex> one(caller_, std::try_to_lock);
-    if (!one.owns_lock()) {  // another thread's call is using the pool
+    if (!one.owns_lock()) {  // another thread's call uses the pool
       for (long i = 0; i < items; ++i) work(context, i);
       return;
     }
@@ -56,8 +56,8 @@ class Pool {
   static constexpr int kSpins = 4000;          // some 100 microseconds, longer than the pause between calls of a step
   static constexpr long kRetryCalls = 100000;  // after a failure to start a thread, calls until the next attempt
 
-  // Each thread has a share of consecutive items, so that it reads memory as one stream. A thread that is done with its
-  // share takes items from the others'.
+  // Each thread has a share of consecutive items, so that it reads memory as one stream. A thread that has finished its
+  // share takes items from the others' shares.
   void take(int me) {
     for (int t = 0; t < threads_; ++t) {
       Share& share = shares_[(me + t) % threads_];
@@ -68,8 +68,8 @@ class Pool {
     }
   }
 
-  // Starts threads until there are `helpers`. If the system allows no more, the existing ones do the work, and another
-  // attempt is made many calls later.
+  // Starts threads until there are `helpers`. If the system allows no more, the existing ones do the work, and the next
+  // attempt is many calls later.
   void grow(int helpers) {
     if (started_ >= helpers || calls_.load() < next_attempt_) return;
     try {
@@ -80,7 +80,7 @@ class Pool {
   }
 
   void help(int me) {
-    const TilesOfCall all;  // tiles are kept from one call to the next, until this thread sleeps
+    const TilesOfCall all;  // tiles keep their shapes from one call to the next, until this thread sleeps
     long seen = 0;
     for (;;) {
       seen = await(seen);
@@ -90,7 +90,7 @@ class Pool {
     }
   }
 
-  // Waits for a call after number `seen`, spinning at first and then asleep. Returns the number of calls so far.
+  // Waits for a call after number `seen`, first spinning and then asleep. Returns the number of calls so far.
   long await(long seen) {
     for (int spins = 0; spins < kSpins; ++spins) {
       const long calls = calls_.load();
@@ -128,6 +128,6 @@ class Pool {
 }  // namespace
 
 void run_parallel(int threads, long items, void (*work)(const void*, long), const void* context) {
-  static Pool* pool = new Pool;  // never destroyed: its threads end with the process
+  static Pool* pool = new Pool;  // never destroyed, because its threads end with the process
   pool->run(threads, items, work, context);
 }

@@ -9,7 +9,7 @@
 
 void run_parallel(int threads, long items, void (*work)(const void*, long), const void* context);
 
-// Calls work(i) for each i below `items`, on up to `threads` threads; a free thread takes the next item.
+// Calls work(i) for each i below `items`, on up to `threads` threads. A free thread takes the next item.
 template <class Work>
 void parallel_for(int threads, long items, const Work& work) {
   const TilesOfCall call;
@@ -20,8 +20,8 @@ void parallel_for(int threads, long items, const Work& work) {
   run_parallel(threads, items, [](const void* context, long i) { (*static_cast<const Work*>(context))(i); }, &work);
 }
 
-// Calls work(begin, end) for rows [0, rows): once, or for a few equal parts if their `cost` pays for waking threads.
-// That takes 3 microseconds. One unit of cost is an element of RMSNorm, of which a thread does some 15,000 per
+// Calls work(begin, end) for rows [0, rows): once, or for a few equal parts if their `cost` pays for waking threads,
+// which takes 3 microseconds. One unit of cost is an element of RMSNorm. A thread computes some 15,000 of these per
 // microsecond.
 template <class Work>
 void parallel_rows(int threads, long rows, long cost, const Work& work) {

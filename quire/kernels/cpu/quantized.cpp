@@ -1,11 +1,10 @@
-// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h): rows of x are quantized too, once for all
-// outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
-// weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
-// every batch.
+// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h). Rows of x are quantized too, once for all outputs, and
+// products of integers are summed exactly. The sum of a block is multiplied by the scales of x and of the weight and
+// added to a float32, in the order of the blocks. So a row's result has the same bits in every batch.
 //
-// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. 4-bit codes are made bytes
-// on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
-// Where there are matrix tiles they multiply (tiles/quantized_tiles.h), and give the same bits.
+// Rows and threads are those of linear.cpp. Tiles of rows are fixed when they are quantized. 4-bit codes become bytes
+// meanwhile. If there are so many rows that a panel is read several times, the bytes are stored for the next tiles.
+// Matrix tiles, if available, multiply with the same bits (tiles/quantized_tiles.h).
 #include "kernels.h"
 
 #include <vector>
@@ -15,7 +14,7 @@
 #include "tiles/quantized_tiles.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("no-tree-pre")  // which moves half of the sums into memory
+#pragma GCC optimize("no-tree-pre")  // this optimization moves half of the sums into memory
 #endif
 
 namespace {
@@ -25,7 +24,7 @@ struct Codes {
   const uint8_t* at;
   Words table;
 
-  // Of step `first` + i; `first` is even.
+  // For step `first` + i; `first` is even.
   __attribute__((always_inline)) Words load(int first, int i, int column) const {
     const uint8_t* from = kNibbles ? at + (first / 2 + i / 2) * kStepBytes : at + (first + i) * kStepBytes;
     const Words words = wload(reinterpret_cast<const uint32_t*>(from) + 16 * column);
@@ -34,11 +33,11 @@ struct Codes {
   }
 };
 
-// Whether a tile of R rows may be one of several, for which bytes are kept: these are of nearly equal size.
+// True if a tile of R rows may be one of several, for which bytes are stored. Such tiles are of nearly equal size.
 template <int R>
 constexpr bool kMayKeep = 2 * R >= kRows;
 
-// acc[r][c] += the products of a step: of R rows, whose lines follow each other.
+// acc[r][c] += the products of a step, for R rows whose lines follow each other.
 template <int R, int C>
 INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const int8_t* x) {
   constexpr int kLine = 4 * kCodeBytes * kTogether;
@@ -166,7 +165,7 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
   }
 }
 
-// The panel of that number, of all parts.
+// The panel with this number, counted over all parts.
 Panel find_panel(const PackedLinear& l, int inner, long panel) {
   const QuantizedPart* part = l.quantized->parts;
   long first = 0;
@@ -192,7 +191,7 @@ Panel find_panel(const PackedLinear& l, int inner, long panel) {
           bias};
 }
 
-// Of a row of x.
+// Number of blocks in a row of x.
 int blocks_of(const PackedLinear& l) { return (l.in + l.quantized->block - 1) / l.quantized->block; }
 
 template <class T>
@@ -224,7 +223,7 @@ void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, in
 
 template <class T, class O>
 void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
-  constexpr long kOneThreadWork = 1200000;  // as in linear.cpp: with less, waking a thread does not pay
+  constexpr long kOneThreadWork = 1200000;  // as in linear.cpp: with less work, waking a thread does not pay
   static thread_local std::vector<char> memory;
   const QuantizedLinear& q = *l.quantized;
   const int blocks = blocks_of(l), inner = blocks * q.block;
@@ -251,7 +250,7 @@ void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int thr
   });
 }
 
-// A part of the rows at a time: their codes take memory.
+// Computes a part of the rows at a time, because their codes take memory.
 template <class T, class O>
 void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
   const int blocks = blocks_of(l);
@@ -304,13 +303,13 @@ void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
 
-// Bytes of a packed part, from `inner` inputs, the padding counted.
+// Bytes of a packed part with `inner` inputs, including the padding.
 EXPORTED long quantized_size(const QuantizedPart* part, int inner) {
   return panels_of(*part) * panel_bytes(*part, inner);
 }
 
 // Packs codes [outs][in] (or [outs][in / 2] with the even input's code in the low half), scales and offsets
-// [outs][groups] of a part whose other fields are set; scales and offsets may be null as the part says.
+// [outs][groups] of a part whose other fields are set. Scales and offsets may be null if the part has none.
 EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, const half* scales, const half* offsets,
                              int in, int inner, int threads) {
   const QuantizedPart& part = *to;

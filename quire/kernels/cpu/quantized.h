@@ -1,27 +1,27 @@
 // Rows of x in 8 or 16 bits, and the layout of quantized weights.
 //
-// A row of x is cut into blocks of 16 or more inputs. A block's peak is its max|x|; its integers are x * 127 / peak,
-// rounded to nearest, times 256. In few blocks of a row x is many times what it is in the others, and rounding these
-// blocks is most of what rounding changes: there the integers are x * 32512 / peak, rounded. They depend on nothing but
-// the row, and sums of products of integers are exact, in whatever order: 128 * 32512 * 96 is below 2^31.
+// A row of x is divided into blocks of 16 or more inputs. A block's peak is its max|x|. Its integers are x * 127 /
+// peak, rounded to nearest, times 256. In a few blocks of a row x is many times as large as in the others, and rounding
+// these blocks causes most of the error. There the integers are x * 32512 / peak, rounded. They depend only on the row,
+// and sums of products of integers are exact in any order: 128 * 32512 * 96 is below 2^31.
 //
-// Where instructions multiply bytes, an integer is two: 256 * high + low, from -128 to 127. A sum over the high ones is
-// shifted, and goes on over the low ones if any row of the tile has some that are not 0.
+// If instructions multiply bytes, an integer is two bytes: 256 * high + low, from -128 to 127. A sum over the high ones
+// is shifted, and continues over the low ones if any row of the tile has low bytes other than 0.
 //
-// Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if there are
-// any, as half floats, then its codes. Codes are unsigned, as the instructions want them: a value plus 128, for which a
-// sum starts at -128 times the sum of x. Those of matrix tiles are the values, signed. A step is 4 inputs for 32
-// outputs: 32 words, the inputs of an output beside each other. Of 4-bit codes, the low halves of 128 bytes are one
-// step, the high halves are the next.
+// Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if any, as
+// half floats, then its codes. Codes are unsigned, as the instructions require: a value plus 128, for which a sum
+// starts at -128 times the sum of x. Codes for matrix tiles are the signed values. A step is 4 inputs for 32 outputs:
+// 32 words, the inputs of an output beside each other. With 4-bit codes, the low halves of 128 bytes are one step, the
+// high halves are the next.
 #pragma once
 
 #include "panels.h"
 #include "tiles/tiles.h"
 
-constexpr int kOuts = 32;  // of a panel: with more, a tile would need two passes through what memory brings
-// Columns of 16 outputs that are multiplied with R rows: both of a panel where registers have their integers, and with
-// AVX-512 their float32 sums too. The inputs of a tile are packed so that one pointer finds them: with six, a block's
-// end was slower.
+constexpr int kOuts = 32;  // outputs of a panel: with more, a tile would need two passes over prefetched memory
+// Columns of 16 outputs that are multiplied with R rows: both of a panel if registers hold their integers, and with
+// AVX-512 their float32 sums too. The inputs of a tile are packed so that one pointer finds them. With six pointers, a
+// block's end was slower.
 template <int R>
 constexpr int kTileColumns = kAccumulators == 24 || 2 * R <= kAccumulators ? 2 : 1;
 constexpr int kMostInBlock = 96;
@@ -40,19 +40,19 @@ constexpr uint8_t kZeroCode = kTiles ? 0 : 128;
 INLINE uint8_t code_of(uint8_t value) { return value ^ kZeroCode; }
 INLINE int value_of(uint8_t code) { return static_cast<int8_t>(code ^ kZeroCode); }
 
-// What belongs to a block of a row.
+// Parameters of a block of a row.
 struct BlockOfRow {
-  float scale;     // with matrix tiles, where no row of the tile has low codes: of the high codes alone
-  uint32_t start;  // -128 times the sum of the integers, less what idot takes itself
+  float scale;     // with matrix tiles, if no row of the tile has low codes: of the high codes alone
+  uint32_t start;  // -128 times the sum of the integers, minus what idot subtracts itself
   float moment;    // scale times the sum of the integers
-  bool low;        // whether any row of the tile has low codes; in the tile's first row
+  bool low;        // whether any row of the tile has low codes; stored in the tile's first row
 };
 constexpr float kMost = 127.0f;
 
 constexpr int kMostTogether = kTiles ? kTileRows : kRows;
 
-// How a row's codes lie: `inputs` of them beside each other, in a line of `bytes`, in which they are what one
-// instruction multiplies. A block has whole lines.
+// The layout of a row's codes: `inputs` of them beside each other, in a line of `bytes`, which one instruction
+// multiplies. A block has whole lines.
 struct Line {
   int inputs = 16, bytes = 16 * kCodeBytes;
 
@@ -61,12 +61,12 @@ struct Line {
     inputs = block <= 64 ? block : block % 32 ? 16 : block / 2;
     bytes = inputs <= 16 ? 16 : inputs <= 32 ? 32 : 64;
   }
-  // Bytes of so many inputs of a row, whole lines.
+  // Bytes of this many inputs of a row, in whole lines.
   long of(int some) const {
     return kTiles ? static_cast<long>(some / inputs) * bytes : static_cast<long>(some) * kCodeBytes;
   }
-  // How far the codes behind 16 * (i + 1) inputs of a block are from those behind 16 * i, where a row's next line is
-  // `stride` bytes behind this one.
+  // Distance from the codes at 16 * i inputs of a block to those at 16 * (i + 1), if a row's next line is `stride`
+  // bytes after this one.
   __attribute__((always_inline)) long step(int i, long stride) const {
     if (!kTiles) return stride;
     const int steps = inputs / 16;
@@ -74,11 +74,11 @@ struct Line {
   }
 };
 
-// Quantized rows of x, in tiles of up to kMostTogether rows, of nearly equal size (of six, 8 rows are 4 + 4). A tile of
-// R rows is [inner / line.inputs][R] lines of codes (in the order of store_codes) and [blocks][R] BlockOfRow. Codes of
-// one byte are the high ones; the low ones lie `lows` bytes behind.
+// Quantized rows of x, in tiles of up to kMostTogether rows, of nearly equal size (with at most six, 8 rows are 4 + 4).
+// A tile of R rows is [inner / line.inputs][R] lines of codes (in the order of store_codes) and [blocks][R] BlockOfRow.
+// Codes of one byte are the high ones. The low ones are `lows` bytes after them.
 struct QuantizedRows {
-  int inner, blocks;  // of a row; inner is a whole number of blocks, the last one padded with zeros
+  int inner, blocks;  // of a row; inner is a whole number of blocks, the last one zero-padded
   float outliers;
   Line line;
   long rows, tiles, row_bytes, lows;
@@ -108,7 +108,7 @@ struct QuantizedRows {
   BlockOfRow* blocks_of(long tile) const { return of_rows + first(tile) * blocks; }
 };
 
-// The N * 16 inputs of a block, of which `count` are there; the others count as 0.
+// The N * 16 inputs of a block, of which `count` exist. The others count as 0.
 template <int N, class T>
 INLINE void load_block(const T* x, int count, Vec (&v)[N]) {
   if (count >= 16 * N)
@@ -117,7 +117,7 @@ INLINE void load_block(const T* x, int count, Vec (&v)[N]) {
     for (int i = 0; i < N; ++i) v[i] = count > 16 * i ? vload_first(x + 16 * i, count - 16 * i) : vset(0.0f);
 }
 
-// The peaks of up to 16 blocks of N * 16 inputs, of which `in` are there. Returns whether all inputs are finite.
+// The peaks of up to 16 blocks of N * 16 inputs, of which `in` exist. Returns whether all inputs are finite.
 template <int N, class T>
 INLINE bool find_peaks(const T* x, int in, int blocks, float* peaks) {
   bool finite = true;
@@ -132,7 +132,7 @@ INLINE bool find_peaks(const T* x, int in, int blocks, float* peaks) {
   return finite;
 }
 
-// Above this peak a block of the row is an outlier. `peaks` have 0 up to a multiple of 16.
+// A block of the row is an outlier if its peak exceeds this. `peaks` are padded with 0 to a multiple of 16.
 INLINE float outlier_above(const float* peaks, int blocks, float outliers) {
   alignas(64) float lanes[16];
   Vec squares = vset(0.0f);
@@ -143,9 +143,9 @@ INLINE float outlier_above(const float* peaks, int blocks, float outliers) {
   return outliers * __builtin_sqrtf(sum / static_cast<float>(blocks));
 }
 
-// Quantizes up to 16 blocks of N * 16 inputs, of which `in` are there, of one of a tile's `rows`. What belongs to a
-// block is written each `rows` elements of `to`. The steps of a block wait for each other, so all blocks take one step
-// before any takes the next.
+// Quantizes up to 16 blocks of N * 16 inputs, of which `in` exist, of one of a tile's `rows`. Parameters of a block are
+// written every `rows` elements of `to`. The steps of a block wait for each other, so all blocks compute one step
+// before any computes the next.
 template <int N, class T>
 INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, float above, int8_t* codes,
                             const QuantizedRows& all, BlockOfRow* to, long rows) {
@@ -201,6 +201,6 @@ INLINE void quantize_row(const T* x, int in, const QuantizedRows& to, long tile,
                            of_row + b * rows, rows);
     });
   });
-  if (!finite)  // the whole result is NaN, then
+  if (!finite)  // then the whole result is NaN
     for (int b = 0; b < to.blocks; ++b) of_row[b * rows].scale = kInfinity - kInfinity;
 }

@@ -1,4 +1,4 @@
-"""Integer products of x, quantized on the fly."""
+"""Integer products with x, which is quantized on the fly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWe
 
 
 class CompiledQuantizedLinear(CompiledLinearBase):
-    """Rounds x to 8 or 16 bits in blocks that share a scale; `bias` is added in float32."""
+    """Rounds x to 8 or 16 bits in blocks that share a scale. `bias` is added in float32."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class CompiledQuantizedLinear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Codes and scales."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
@@ -109,14 +108,13 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Inputs of x per scale: the most that the groups allow, up to _MAX_SCALE_BLOCK."""
+    """The largest number of x's inputs per scale that all groups allow."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group of all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """Merges only neighbors with the same code format."""
     merged = list(weights[:1])
     for each in weights[1:]:
         last = merged[-1]

@@ -28,7 +28,7 @@ INLINE float row_sum(const T* x, int size, const Of& of) {
   return vsum(sums);
 }
 
-// LayerNorm's, and the mean that it takes off first: 1 / sqrt(variance + eps).
+// LayerNorm's: 1 / sqrt(variance + eps), and the mean that it subtracts first.
 template <class T>
 INLINE float centred_factor(const T* x, int size, float eps, float* average) {
   *average = row_sum(x, size, [](Vec v) { return v; }) / size;

@@ -1,21 +1,21 @@
-// Takes the fused q, k, v projection of each token, normalizes q and k per head, applies the rotary embedding to both,
-// and stores k and v in their pages.
+// Normalizes q and k of the fused q, k, v projection of each token per head, applies the rotary embedding to both, and
+// stores k and v in their pages.
 #include "kernels.h"
 
 #include "rms.h"
 
 namespace {
 
-// What is done to a head; by the numbers that kernels/qk_norm_rope.py has for the kinds of norm.
+// Kinds of norm, by the numbers in kernels/qk_norm_rope.py.
 enum { kHeads = 0, kWhole = 1, kCentred = 2, kAfter = 3 };
-// What is projected: queries alone; keys too, which are also values; all three.
+// What is projected: only queries; also keys, which are values too; all three.
 enum { kQueries = 0, kKeys = 1, kAll = 2 };
 struct Head {
-  const float* weight;   // of its norm; null: it has none
+  const float* weight;   // weight of its norm; null: no norm
   float mean, factor;    // of the norm: (x - mean) * factor * weight
-  bool after;            // whether the norm comes behind the rotation
+  bool after;            // whether the norm follows the rotation
   const float* cosines;  // null: no rotation; the sines follow the cosines in memory
-  float scale;           // of the result
+  float scale;           // factor of the result
 };
 
 // One head of `dim` elements, computed in float32 and rounded once.
@@ -60,7 +60,7 @@ struct Projection {
   float eps;
 };
 
-// Puts a head of one token into its slot.
+// Writes a head of one token to its slot.
 template <class T>
 INLINE void store_head(const T* key, const T* value, const Projection<T>& p, long slot, int kv_head, uint8_t* codes) {
   const long part = kv_head * head_elements<T>(p.format, p.dim), size = element_bytes<T>(p.format),
@@ -75,7 +75,7 @@ INLINE void store_head(const T* key, const T* value, const Projection<T>& p, lon
   store_value(value, reinterpret_cast<T*>(values), at, p.dim);
 }
 
-// What is done to head h of `heads` queries or keys of one token.
+// Norm and rotation of head h of `heads` queries or keys of one token.
 template <class T>
 INLINE Head head_of(const T* all, int h, int heads, const float* weights, const float* cosines, float scale,
                     const Projection<T>& p) {
@@ -152,7 +152,7 @@ int store_kv(const T* k, const T* v, const Projection<T>& p, long tokens, long p
 
 }  // namespace
 
-// Both return 1, and write nothing, if a slot is outside of the caches. No format: pages hold the type itself.
+// Both return 1, and write nothing, if a slot is outside of the caches. Without a format, pages have the kernel's type.
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* v_norm,        \
                                    const float* cos_sin, const float* q_scale, int norm, int given,                    \

@@ -1,4 +1,4 @@
-// Rows of x as linears multiply them.
+// Rows of x in the form in which linears multiply them.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 #include "fetch.h"
 #include "panels.h"
 
-// Floats where no instruction multiplies pairs of bfloat16, which would be taken apart for each panel anew.
+// Floats if no instruction multiplies pairs of bfloat16, which would otherwise be converted again for each panel.
 template <class T>
 using Row = std::conditional_t<kHalvesApart, float, T>;
 
-// Calls work(begin, end) for parts of the rows, one after the other: so many that what is made of them, `bytes` for a
-// row, takes 8 MB at most, or that of one block of rows. A panel is read anew for each block in any case.
+// Calls work(begin, end) for parts of the rows, one after the other. The temporary data of a part, `bytes` per row,
+// takes 8 MB at most, or that of one block of rows. A panel is read again for each block in any case.
 template <class Work>
 void in_parts(long rows, long bytes, const Work& work) {
   constexpr long kMost = 8L << 20;
@@ -21,13 +21,13 @@ void in_parts(long rows, long bytes, const Work& work) {
   for (long p = 0; p < parts; ++p) work(rows * p / parts, rows * (p + 1) / parts);
 }
 
-// Calls work(x, begin, count) with the rows as they are multiplied, some at a time.
+// Calls work(x, begin, count) with the converted rows, some at a time.
 template <class T, class Work>
 void with_converted(const T* x, long rows, int in, int threads, const Work& work) {
   if constexpr (std::is_same_v<Row<T>, T>) {
     work(x, 0L, rows);
   } else {
-    static thread_local std::vector<float> floats;  // it grows to what the largest call needs and is kept
+    static thread_local std::vector<float> floats;  // grows to the needs of the largest call and is never freed
     in_parts(rows, 4L * in, [&](long begin, long end) {
       const long size = (end - begin) * in;
       if (static_cast<long>(floats.size()) < size) floats.resize(size);

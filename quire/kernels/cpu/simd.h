@@ -1,7 +1,7 @@
-// Vectors of sixteen floats for every instruction set. Each kernel is written once, with these functions.
-// The kernels are compiled with -ffp-contract=off, so that a product and a sum are fused only where vfma is called. A
-// row's arithmetic is then the same in every instance of a template, which the contract of kernels/backend.py (the same
-// bits in every batch) needs.
+// Vectors of sixteen floats for every instruction set. Each kernel is written once, with these functions. The kernels
+// are compiled with -ffp-contract=off, so that a product and a sum are fused only by vfma. A row's arithmetic is then
+// the same in every instance of a template, as the contract of kernels/backend.py (the same bits in every batch)
+// requires.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ INLINE uint32_t word_at(const void* p) {
 #include "simd_generic.h"
 #endif
 
-// What idot takes from each unsigned byte, so that sums need not: 128 where an instruction's factors are signed.
+// What idot subtracts from each unsigned byte, so that sums need not: 128 if an instruction's factors are signed.
 #ifdef __ARM_FEATURE_DOTPROD
 constexpr uint32_t kCentre = 128;
 #else
@@ -55,7 +55,7 @@ INLINE void unpack(const bf16* from, float* to, int n) {
   }
 }
 
-// Loads the first n of 16 lanes; the others become 0. vstore_first stores only the first n.
+// Loads the first n of 16 lanes. The others become 0. vstore_first stores only the first n.
 template <class T>
 INLINE Vec vload_first(const T* p, int n) {
   if (n >= 16) return vload(p);
@@ -71,7 +71,7 @@ INLINE void vstore_first(T* p, Vec x, int n) {
   __builtin_memcpy(p, lanes, n * sizeof(T));
 }
 
-// 2^f for f from -1/2 to 1/2, exactly 1 at 0. Minimax polynomials found with Lawson's iteration; their error is 9e-8,
+// 2^f for f from -1/2 to 1/2, exactly 1 at 0. Minimax polynomials found with Lawson's iteration. Their error is 9e-8,
 // or 3e-6 for results that are rounded to bfloat16 anyway.
 template <class Result>
 INLINE Vec exp2_polynomial(Vec f) {
@@ -89,7 +89,7 @@ INLINE Vec exp2_polynomial(Vec f) {
   return vfma(p, f, vset(1.0f));
 }
 
-// 2^x, exactly 1 at 0 and exactly 0 at -infinity; NaN gives NaN. vexp2_below needs x to be at most 127.
+// 2^x, exactly 1 at 0 and exactly 0 at -infinity. NaN gives NaN. vexp2_below requires x to be at most 127.
 template <class Result = float>
 INLINE Vec vexp2_below(Vec x) {
   x = vmax(vset(-200.0f), x);
@@ -149,9 +149,9 @@ constexpr int kColumns = R * 4 <= kAccumulators   ? 4
 
 // acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of every matrix multiplication. Each
 // accumulator adds its products in the order of s, so a row's result is the same for every R and C. `fetch(s)` may
-// prefetch what will be read next: pages are scattered in memory, so the CPU cannot predict the next one. Where no
-// instruction multiplies pairs, their low halves are multiplied first and then the high ones, which are loaded anew:
-// both at once would need more registers than AVX2 has. Rows may be bfloat16 in pairs, or floats.
+// prefetch what will be read next: pages are scattered in memory, so the CPU cannot predict the next one. If no
+// instruction multiplies pairs, their low halves are multiplied first and then the high ones, which are loaded again,
+// because both at once would need more registers than AVX2 has. Rows may be bfloat16 in pairs, or floats.
 template <class T, int R, int C, class X, class Fetch>
 INLINE void multiply(Vec (&acc)[R][C], const X* const (&a)[R], const uint32_t* const (&b)[C], long stride, int steps,
                      const Fetch& fetch) {
@@ -178,7 +178,7 @@ INLINE void multiply(Vec (&acc)[R][C], const X* const (&a)[R], const uint32_t* c
             row = halves(wset(a[r][at]), half);
           UNROLLED (c, C) acc[r][c] = vfma(column[c], row, acc[r][c]);
         }
-        asm("" : "+r"(at));  // else GCC keeps what it has loaded, and the sums in memory
+        asm("" : "+r"(at));  // otherwise GCC moves the sums into memory to keep what it has loaded
       }
     }
   }

@@ -14,7 +14,7 @@ INLINE Vec vsub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 INLINE Vec vmul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 INLINE Vec vdiv(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 INLINE Vec vfma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-// Both return b where either is NaN.
+// Both return b if either is NaN.
 INLINE Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 INLINE Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 INLINE float vsum(Vec x) { return _mm512_reduce_add_ps(x); }
@@ -68,7 +68,7 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 }
 #endif
 
-// Stores x and adds it, as it was rounded, to `sums`, in whatever lanes.
+// Stores x and adds the rounded numbers to `sums`, in any lanes.
 INLINE Vec store_and_add(float* p, Vec x, Vec sums) {
   vstore(p, x);
   return vadd(sums, x);
@@ -89,8 +89,8 @@ INLINE void store_bytes(int8_t* p, Words w) {
 }
 
 // 16 integers of 32 bits, as Words. idot adds to each the products of its word's factors with those of b, which are the
-// same for all: of four unsigned bytes with four integers of 8 bits, or where 16 bits are what is multiplied, in two
-// passes, of the even bytes and of the odd. Codes are stored in the order in which they are multiplied.
+// same for all: four unsigned bytes with four 8-bit integers, or if the instruction multiplies 16 bits, first the even
+// bytes and then the odd ones. Codes are stored in the order in which they are multiplied.
 #ifdef __AVX512VNNI__
 constexpr int kCodeBytes = 1;
 INLINE Words factors_of(Words w, int) { return w; }
@@ -108,17 +108,17 @@ INLINE void store_codes(int8_t* p, Words w) {
 }
 #endif
 INLINE Vec to_floats(Words w) { return _mm512_cvtepi32_ps(w); }
-INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; any, without a fault, where there is none
+INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; out of range any, without a fault
 INLINE Words wadd(Words a, Words b) { return _mm512_add_epi32(a, b); }
 INLINE Words wmax(Words a, Words b) { return _mm512_max_epi32(a, b); }
 INLINE Words wtimes256(Words w) { return _mm512_slli_epi32(w, 8); }
 INLINE Words wby256(Words w) { return _mm512_srai_epi32(w, 8); }  // rounded down
 INLINE int32_t wsum(Words w) { return _mm512_reduce_add_epi32(w); }
 INLINE int32_t wpeak(Words w) { return _mm512_reduce_max_epi32(w); }
-// The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.
+// The bits of |x|, which as integers have the order of the numbers. Those of NaN are the largest.
 INLINE Words magnitude(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
 
-// Bytes: those of a table of 16 at each code; a code is the low or the high half of a byte.
+// Looks up each code in a table of 16 bytes. A code is the low or the high half of a byte.
 INLINE Words wtable(const uint8_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -130,19 +130,19 @@ INLINE Words look_up_high(Words table, Words codes) { return look_up_low(table, 
 INLINE Vec vload(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
-// Finite numbers alone. As a half, which a shift makes of it, a number is 2^8 times smaller.
+// Only for finite numbers. A shift makes a half of it, which is 2^8 times smaller.
 INLINE Vec vload(const float8* p) {
   const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8);
   const __m256i bits = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
   return vmul(_mm512_cvtph_ps(bits), vset(256.0f));
 }
-// Pairs of bfloat16 of numbers that these hold exactly.
+// Pairs of bfloat16 from numbers that bfloat16 represents exactly.
 INLINE Words exact_pairs(Vec low, Vec high) {
   const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
   return _mm512_or_si512(first, _mm512_and_si512(_mm512_castps_si512(high), _mm512_set1_epi32(~0xffff)));
 }
 
-// The 16 x 16 words of these rows, rows as columns.
+// Transposes these 16 x 16 words.
 INLINE void transpose(Words (&rows)[16]) {
   Words pairs[16];
   for (int i = 0; i < 16; i += 2) {
@@ -166,8 +166,7 @@ INLINE void transpose(Words (&rows)[16]) {
     rows[12 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
   }
 }
-// Of each word of a, and the same of b, the low halves as one word, and the high ones as the next: the first 16 of
-// these words, and the others.
+// Words of the low halves of a and b, and of their high halves, in turns: the first 16 of these words, and the others.
 INLINE void zip_halves(Words a, Words b, Words& first, Words& second) {
   const Words low = _mm512_or_si512(_mm512_and_si512(a, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(b, 16));
   const Words high = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_and_si512(b, _mm512_set1_epi32(~0xffff)));
@@ -178,5 +177,5 @@ INLINE void zip_halves(Words a, Words b, Words& first, Words& second) {
 
 INLINE Vec vload(const half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-constexpr int kRows = 6;           // that are multiplied together
+constexpr int kRows = 6;           // rows that are multiplied together
 constexpr int kAccumulators = 24;  // of the 32 registers

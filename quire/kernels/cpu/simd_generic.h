@@ -1,5 +1,5 @@
 // Sixteen floats as two AVX2 registers, or as four 128-bit vectors on any other CPU, written with the vector extension
-// of GCC and Clang. It has the same functions as simd_avx512.h; only simd.h includes it.
+// of GCC and Clang. It has the same functions as simd_avx512.h. Only simd.h includes it.
 #pragma once
 
 #ifdef __AVX2__
@@ -47,7 +47,7 @@ INLINE Vec vset(float x) {
 #ifdef __AVX2__
   EACH y.part[i] = _mm256_set1_ps(x);
 #else
-  EACH for (int lane = 0; lane < kLanes; ++lane) y.part[i][lane] = x;  // not 0 + x, which costs an addition
+  EACH for (int lane = 0; lane < kLanes; ++lane) y.part[i][lane] = x;  // not 0 + x, which would take an addition
 #endif
   return y;
 }
@@ -83,7 +83,7 @@ INLINE Vec vfma(Vec a, Vec b, Vec c) {
 #endif
   return c;
 }
-// Both return b where either is NaN.
+// Both return b if either is NaN.
 INLINE Vec vmax(Vec a, Vec b) {
   EACH b.part[i] = select(a.part[i] > b.part[i], a.part[i], b.part[i]);
   return b;
@@ -125,7 +125,7 @@ INLINE Words wset(uint32_t x) {
   Words y;
   Bits each = Bits{} + x;
 #ifdef __AVX2__
-  asm("" : "+x"(each));  // else GCC shifts and masks x, and moves each result to a vector
+  asm("" : "+x"(each));  // otherwise GCC shifts and masks x, and moves each result to a vector
 #endif
   EACH y.part[i] = each;
   return y;
@@ -159,7 +159,7 @@ INLINE void vstore(bf16* p, Vec x) {
   }
 }
 
-// The 16 x 16 words of these rows, rows as columns.
+// Transposes these 16 x 16 words.
 INLINE void transpose(Words (&rows)[16]) {
   uint32_t from[16][16], to[16][16];
   for (int i = 0; i < 16; ++i) wstore(from[i], rows[i]);
@@ -167,8 +167,7 @@ INLINE void transpose(Words (&rows)[16]) {
     for (int j = 0; j < 16; ++j) to[j][i] = from[i][j];
   for (int i = 0; i < 16; ++i) rows[i] = wload(to[i]);
 }
-// Of each word of a, and the same of b, the low halves as one word, and the high ones as the next: the first 16 of
-// these words, and the others.
+// Words of the low halves of a and b, and of their high halves, in turns: the first 16 of these words, and the others.
 INLINE void zip_halves(Words a, Words b, Words& first, Words& second) {
   uint32_t from[2][16], to[32];
   wstore(from[0], a);
@@ -202,7 +201,7 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
   return vfma(high_halves(a), high_halves(b), vfma(low_halves(a), low_halves(b), acc));
 }
 
-// Stores x and adds it, as it was rounded, to `sums`.
+// Stores x and adds the rounded numbers to `sums`.
 template <class T>
 INLINE Vec store_and_add(T* p, Vec x, Vec sums) {
   vstore(p, x);
@@ -238,7 +237,7 @@ INLINE Vec vload(const int8_t* p) {
       __builtin_convertvector(__builtin_convertvector(read_as<SignedQuarters>(p + i * kLanes), Mask), Lanes);
   return y;
 }
-// Finite numbers alone. The exponent's offset differs by 120.
+// Only for finite numbers. The exponent's offset differs by 120.
 INLINE Vec vload(const float8* p) {
   Vec y;
   EACH {
@@ -248,7 +247,7 @@ INLINE Vec vload(const float8* p) {
   }
   return y;
 }
-// Pairs of bfloat16 of numbers that these hold exactly.
+// Pairs of bfloat16 from numbers that bfloat16 represents exactly.
 INLINE Words exact_pairs(Vec low, Vec high) {
   Words y;
   EACH y.part[i] = (Bits)low.part[i] >> 16 | ((Bits)high.part[i] & ~0xffffu);
@@ -273,8 +272,8 @@ INLINE Vec vload(const half* p) {
 
 #undef EACH
 
-// One Vec accumulator each: with AVX2 they take 10 of 16 registers (of 12 some would be kept in memory), with NEON 24
-// of 32.
+// One accumulator is one Vec. With AVX2 they take 10 of 16 registers (with 12 some would be in memory), with NEON 24 of
+// 32.
 #ifdef __aarch64__
 constexpr int kRows = 6;
 #else

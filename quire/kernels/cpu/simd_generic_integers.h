@@ -1,4 +1,4 @@
-// Integers, codes and their products, as simd_avx512.h has them; only simd_generic.h includes this.
+// Integers, codes and their products, as in simd_avx512.h. Only simd_generic.h includes this.
 #pragma once
 
 // 16 integers of 32 bits, as Words; see simd_avx512.h.
@@ -22,7 +22,7 @@ INLINE Words idot(Words acc, Words a, Words b) {
 #ifdef __AVXVNNI__
   EACH acc.part[i] = (Bits)_mm256_dpbusd_avx_epi32((__m256i)acc.part[i], (__m256i)a.part[i], (__m256i)b.part[i]);
 #else
-  EACH {  // its factors are signed: kCentre is taken from the unsigned ones
+  EACH {  // its factors are signed, so kCentre is subtracted from the unsigned ones
     const auto centred = (int8x16_t)(a.part[i] ^ 0x80808080u);
     acc.part[i] = (Bits)vdotq_s32((int32x4_t)acc.part[i], centred, (int8x16_t)b.part[i]);
   }
@@ -52,7 +52,7 @@ INLINE Words idot(Words acc, Words a, Words b) {
   EACH {
     acc.part[i] += add_pairs((Shorts)a.part[i], (Shorts)b.part[i]);
 #ifdef __AVX2__
-    asm("" : "+x"(acc.part[i]));  // else GCC adds products to each other first, for which there are no registers
+    asm("" : "+x"(acc.part[i]));  // else GCC adds products to each other first, for which registers are too few
 #endif
   }
   return acc;
@@ -63,7 +63,7 @@ INLINE Vec to_floats(Words w) {
   EACH y.part[i] = __builtin_convertvector((Mask)w.part[i], Lanes);
   return y;
 }
-INLINE Words to_integers(Vec x) {  // nearest, for numbers of at most 22 bits; any, without a fault, for others
+INLINE Words to_integers(Vec x) {  // nearest, for numbers of at most 22 bits; otherwise any integer, without a fault
   EACH x.part[i] += kRounder;
   Words y;
   EACH y.part[i] = (Bits)x.part[i] - 0x4b400000u;
@@ -98,14 +98,14 @@ INLINE int32_t wpeak(Words w) {
   for (int i = 1; i < 16; ++i) peak = lanes[i] > peak ? lanes[i] : peak;
   return peak;
 }
-// The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.
+// The bits of |x|, which as integers have the order of the numbers. Those of NaN are the largest.
 INLINE Words magnitude(Vec x) {
   Words y;
   EACH y.part[i] = (Bits)x.part[i] & 0x7fffffffu;
   return y;
 }
 
-// Bytes: those of a table of 16 at each code; a code is the low or the high half of a byte.
+// Looks up each code in a table of 16 bytes. A code is the low or the high half of a byte.
 INLINE Words wtable(const uint8_t* p) {
   Words y;
   for (int i = 0; i < 4; ++i) __builtin_memcpy(reinterpret_cast<char*>(&y) + 16 * i, p, 16);

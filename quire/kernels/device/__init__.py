@@ -1,1 +1,0 @@
-"""Code for every accelerator."""

@@ -1,4 +1,4 @@
-"""Errors of GPU libraries as one sentence with a remedy."""
+"""GPU library errors as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 _SOURCE_LOCATION = re.compile(r"at \d+:\d+:$")
-"""First line of a Triton compiler error; the message is last."""
+"""First line of a Triton compiler error. The message is last."""
 _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
 def describe_compiler_error(error: BaseException) -> str | None:
-    """Why Triton cannot compile C launchers; None for other errors."""
     if "Failed to find C compiler" in str(error):  # triton/runtime/build.py
         return (
             "Triton needs a C compiler to start its kernels and finds none: "
@@ -37,7 +36,7 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """True if a kernel does not compile or exceeds the GPU's resources. Triton's errors share no base class."""
+    """True if a kernel does not compile or exceeds the GPU's resources. Triton's errors have no common base class."""
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 

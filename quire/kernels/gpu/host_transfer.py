@@ -1,4 +1,4 @@
-"""Copies between host and device. With CUDA neither waits."""
+"""Copies between host and device, asynchronous with CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Makes one copy, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
+    """One copy for all arrays, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     size = _end_offsets(arrays)[-1]
@@ -43,7 +43,6 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Views of `pack_arrays_into`'s bytes."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -61,12 +60,11 @@ def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class HostDownload:
-    """Copies on a side stream: later computations do not wait."""
+    """Copies on a side stream, so later computations do not wait."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """stream None: the tensors are on the host or not on CUDA; `wait_for_copy` copies them."""
+        """Without a stream (not on CUDA), `wait_for_copy` copies."""
         self.tensors = list(tensors)
-        """Host copies after `wait_for_copy`."""
         self._copied: torch.cuda.Event | None = None
         if stream is None:
             return

@@ -1,5 +1,5 @@
-"""Triton kernel variants, which take seconds to compile at their first launch. Another process may compile those that
-`dry_run_for_variants` lists into Triton's cache.
+"""Triton kernel variants. The first launch of each takes seconds to compile. Another process may compile variants into
+Triton's cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KernelVariant:
     specialization: str
     """From Triton's hooks, for `JITFunction.preload`."""
     gpu_target: tuple[str, int | str, int]
-    """Arguments of `GPUTarget`, which Triton 3.6's specialization lacks."""
+    """Arguments of `GPUTarget`, which the specialization of Triton 3.6 lacks."""
 
     @property
     def kernel(self) -> JITFunction[Any]:
@@ -34,7 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
-        """Empty file in Triton's cache, made after compiling."""
+        """Empty file, written after compiling."""
         digest_fields = (
             self.module,
             self.name,
@@ -46,7 +46,7 @@ class KernelVariant:
         return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(digest_fields).encode()).hexdigest())
 
     def compile_variant(self) -> None:
-        """Into Triton's cache. Needs no GPU (`set_compile_target`). Raises Triton's errors."""
+        """Needs no GPU (`set_compile_target`). Raises Triton's errors."""
         self.kernel.preload(self.specialization)
         self.marker_path.parent.mkdir(parents=True, exist_ok=True)
         self.marker_path.touch()
@@ -76,14 +76,12 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """Call in a process without a GPU that launches nothing."""
+    """Call in a process without a GPU that launches no kernels."""
     driver.set_active(CompileOnlyDriver(target))
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Variants that `function` would launch and this process has not compiled. Launches nothing; no other thread may
-    launch kernels meanwhile.
-    """
+    """Variants that this process has not compiled. Launches nothing. No other thread may launch kernels meanwhile."""
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
 

@@ -1,4 +1,4 @@
-"""PyTorch devices of every type except cpu and cuda (NVIDIA, AMD), so tests can use PrivateUse1."""
+"""PyTorch devices other than cpu and cuda (NVIDIA, AMD). Tests can use PrivateUse1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 OTHER_DEVICES = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs"}
 MPS_OUT_OF_MEMORY = "MPS backend out of memory"
-"""Part of PyTorch's RuntimeError message."""
 
 
 def is_other_device(device: torch.device) -> bool:
@@ -14,7 +13,7 @@ def is_other_device(device: torch.device) -> bool:
 
 
 def require_other_device(name: str) -> torch.device:
-    """Raises ValueError if PyTorch finds no such device."""
+    """Raises ValueError if there is none."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
         missing = f"{name} was requested, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"
@@ -23,7 +22,6 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
@@ -33,7 +31,6 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def empty_device_caches() -> None:
-    """Return freed memory kept by PyTorch to the system."""
     for name in OTHER_DEVICES:
         backend_module = getattr(torch, name, None)
         if backend_module is not None and backend_module.is_available():
@@ -41,7 +38,9 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """For --dtype auto; None: the checkpoint's. Not all Apple chips compute bfloat16, and none faster than float16."""
+    """For --dtype auto; None: keep the checkpoint's. Not all Apple chips compute bfloat16, and none computes it faster
+    than float16.
+    """
     if device.type == "mps":
         return "float16" if name != "float16" else None
     if device.type != "xpu":

@@ -1,4 +1,4 @@
-"""Attention of a mixed batch in two calls: decodes and prefills suit different kernels, and one grid, sized for the
+"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
 longest prompt, would be mostly empty.
 """
 
@@ -24,17 +24,15 @@ class PrefillDecodeSplit:
     """Starts count from the first sequence after the decodes."""
 
     num_decodes: int
-    """Leading sequences with one query; at least 1, fewer than all."""
+    """Leading sequences with one query: at least one, not all."""
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
-    """All keys of the rest are this step's."""
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """counts, contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None: no split needed."""
+        """counts, contexts [S] int64: queries and keys per sequence. key_start [S + 1]. None if no split is needed."""
         ones = counts == 1
         decodes = len(counts) if ones.all() else int(ones.argmin())
         if not 0 < decodes < len(counts):
@@ -48,8 +46,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """Parts, also in other groups, hold only what attention needs. query_start, key_start: this split's, on the
-        device.
+        """The parts hold only what attention needs, in every KV cache group. query_start, key_start: this split's, on
+        the device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
@@ -104,7 +102,7 @@ class PagedAttentionBackend(TorchBackend):
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """linear: of all tokens. Works on the device, so a CUDA graph can hold it."""
+    """linear: for all tokens. CUDA graphs can record this."""
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -161,7 +159,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Queries are [T, H, D]."""
+    """q is [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

@@ -1,11 +1,11 @@
 """FlashAttention's tiling (Dao, 2023) over a paged KV cache. Row r of a tile is token r // GROUP, head r % GROUP of a
 KV head. The online softmax runs in base 2.
 
-Everything that affects bits is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma,
-masks change no bits, and unseen keys leave sums unchanged. So with fixed splits a row has the same bits from a decode
-(splits stored, then reduced) and from a prefill (splits merged in registers).
+With fixed splits a row has the same bits from a decode (splits stored, then reduced) and from a prefill (splits merged
+in registers): every multiply-add that a compiler might fuse is an explicit tl.fma, masks change no bits, and unseen
+keys leave sums unchanged.
 
-With RANKS keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result, for
+With RANKS, keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result, for
 merge_ranks, is then D weighted values, the maximum in base 2 and the sum.
 """
 
@@ -21,7 +21,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room, known without the host."""
+    """Sequence s starts at tile query_start[s] // BLOCK_Q + s, which leaves enough room and needs no host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -65,7 +65,6 @@ def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
 
 @triton.jit
 def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
-    """The weight may be added anywhere with the same bits."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
     return total
@@ -87,7 +86,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """[BLOCK_N] float32: factor of each key's or value's codes."""
+    """[BLOCK_N] float32: scale of each key or value."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -106,7 +105,7 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to begin + BLOCK_N. MASKED: only those before `end`."""
+    """Keys `begin` to `begin` + BLOCK_N. MASKED: only those before `end`."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -184,9 +183,9 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T * HEADS];
-    filled [BLOCK_M, D_PAD]: mask of real numbers. The tile needs keys `begin` to `end`; every query sees those before
-    `full`, unless a window hides them.
+    """Returns (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T *
+    HEADS]. filled [BLOCK_M, D_PAD]: mask of real elements. The tile needs keys `begin` to `end`. Every query sees those
+    before `full`, unless a window hides them.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -274,8 +273,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per split, counted from position 0; 0: one even split of a tile's keys per program, maybe empty with
-    the peak -inf.
+    """SPLIT: keys per split, counted from position 0; 0: each program has one even split of a tile's keys, maybe empty
+    with maximum -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
@@ -306,7 +305,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """A rank's row of D + 2 numbers: weighted sum [D], peak, total."""
+    """A rank's row of D + 2 elements: weighted values [D], maximum, sum."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -373,7 +372,7 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D] from parts [RANKS, rows, D + 2], in rank order. Rows are T * HEADS. Grid: rows."""
+    """out [rows, D] from parts [RANKS, rows, D + 2]. Rows are T * HEADS. Grid: rows."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

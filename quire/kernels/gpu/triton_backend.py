@@ -25,12 +25,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(TritonLinearBackend):
-    """Paged attention for any block size on any GPU that Triton compiles for. Pages are [page, token, KV head,
-    head_dim].
+    """Paged attention for any block size on any GPU that Triton supports. Pages are [page, token, KV head, head_dim].
 
-    The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA
-    graph stays correct as contexts grow. There is no autotuning: only the first launch of a variant compiles, for
-    seconds.
+    The host never waits. Grids follow from shapes and the metadata's two maxima, so a decode in a CUDA graph stays
+    correct as contexts grow. There is no autotuning. Only the first launch of a variant compiles, which takes seconds.
     """
 
     name = "triton"
@@ -73,7 +71,7 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
-        """For a step without parts. shard: as in `paged_attention`."""
+        """For a step without parts. shard: see `paged_attention`."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)
@@ -101,7 +99,7 @@ class TritonBackend(TritonLinearBackend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # unused by models, which call rope_and_store_kv
+        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # models do not use it: they call rope_and_store_kv
             super().store_kv(k, v, k_cache, v_cache, slots, scales)
         else:
             triton_fused.store_kv(k, v, k_cache, v_cache, slots)
@@ -109,7 +107,7 @@ class TritonBackend(TritonLinearBackend):
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        if not rope.has_fused_kernel:  # a few families use PyTorch's operations
+        if not rope.has_fused_kernel:  # only a few families
             return super().rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 

@@ -1,5 +1,5 @@
 """Kernels between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and norm weights are
-float32; results are rounded once. No bit depends on the batch.
+float32. Results are rounded once. Bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """ADD: of x + residual, which replaces residual. CENTRED: LayerNorm with bias."""
+    """ADD: norm x + residual, and store that sum to residual. CENTRED: LayerNorm with bias."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
@@ -96,7 +96,7 @@ def row_block_size_and_warps(size: int) -> tuple[int, int]:
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """A row holds `size` gates, then the gated values."""
+    """A row holds `size` gates, then the values that they gate."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate
@@ -158,7 +158,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
-    """[heads, half] float32: one half of every head, normed where `chosen`."""
+    """[heads, half] float32: one half of each head, normed where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 

@@ -1,5 +1,5 @@
-"""kernels/kv_quantization.py for Triton kernels. HELD is the content of pages: 0 the model's dtype, 1 int8, 2 float8,
-which bit operations convert, because GPUs before compute capability 8.9 lack the instruction.
+"""kv_quantization.py for Triton kernels. HELD is the content of pages: 0 the model's dtype, 1 int8, 2 float8. Bit
+operations convert float8, because GPUs before compute capability 8.9 lack the instruction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
-    """HELD, the cache for kernels, and the int8 scales: a bfloat16 view of its memory, or the cache again."""
+    """Return HELD, the cache for kernels, and the int8 scales: a bfloat16 view of its memory, or the cache again."""
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
     if kv_format == 1:
         return kv_format, cache, cache.view(SCALE_DTYPE)
@@ -31,13 +31,13 @@ def integer_scale(most):
 
 @triton.jit
 def to_integer(x, scale):
-    """Ties to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Ties to even, because adding 1.5 * 2^23 leaves no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def to_float8(x):
-    """Bits, ties to even; saturates at 448."""
+    """Return the bits; ties to even, saturates at 448."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
@@ -56,7 +56,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """The dtype of `like` holds them exactly."""
+    """`like`'s dtype holds them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

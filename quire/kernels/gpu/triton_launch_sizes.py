@@ -1,4 +1,4 @@
-"""Triton's functions of these names take microseconds on the host."""
+"""Triton's own functions of these names take microseconds on the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from triton import knobs
 from triton.runtime import driver
 
 FIXED_SPLIT = 512
-"""Keys per split of deterministic attention."""
 _MIN_EVEN_SPLIT, _MAX_EVEN_SPLIT = 256, 8192
 MAX_SPLITS = 32
 MAX_PARTIAL_SUMS = 2**26
-"""Most stored partial sums, 4 bytes each."""
+"""Stored partial sums, 4 bytes each."""
 
 
 class AttentionTiles(NamedTuple):
@@ -32,7 +31,6 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """`number` is at least 1."""
     return 1 << (number - 1).bit_length()
 
 
@@ -44,7 +42,7 @@ def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
     """Splits of up to `seen` keys: at most `most`, none shorter than `least`. In a decode none is longer than
-    _MAX_EVEN_SPLIT, as one long context would hold up all others.
+    _MAX_EVEN_SPLIT, because one long context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -53,7 +51,6 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Arbitrary under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -68,7 +65,7 @@ def shared_memory_bytes(device: int | None) -> int:
 
 def is_hopper(device: int | None) -> bool:
     """True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory per
-    program): for this device, or `set_compile_target`'s.
+    program): this device's, or that of `set_compile_target`.
     """
     return _has_capability(device, 90)
 
@@ -92,8 +89,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 weighted values [rows, splits, width], peaks and totals. In one tensor the alignment of totals, and so
-    the kernel variant, would depend on rows and splits.
+    """Float32 weighted values [rows, splits, width], maxima and sums. In one tensor the alignment of sums, and so the
+    kernel variant, would depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

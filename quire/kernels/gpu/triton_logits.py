@@ -1,7 +1,7 @@
 """Kernels that change logits in place. The host does not wait. HostLogitsProcessor in engine/worker/sampling/sampler.py
 defines the results.
 
-`tokens` [slots, max tokens] int32 are each slot's token ids. `slot` and `position`, [R], are a row's slot and number of
+`tokens` [slots, max tokens] int32 are each slot's token ids. `slot` and `position` [R] are a row's slot and number of
 tokens so far.
 """
 
@@ -21,7 +21,7 @@ _PROMPT = tl.constexpr(1 << 30)
 
 @triton.jit(do_not_specialize=["stride"])
 def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
-    """counts [R, vocab] int32, initially 0."""
+    """counts [R, vocab] int32 must be 0."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.load(positions + row)
@@ -99,7 +99,7 @@ def penalize_tokens(
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """logits[rows, tokens] += values, float32; pairs must be distinct."""
+    """logits[rows, tokens] += values, float32. Pairs must be distinct."""
     grid = (cdiv(len(rows), _BLOCK.value),)
     add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
 

@@ -1,8 +1,9 @@
-"""Samples tokens without sorting and without making the host wait. Results equal engine/worker/sampling/sampler.py's.
+"""Samples tokens without sorting, and without making the host wait. Results equal those of
+engine/worker/sampling/sampler.py.
 
-A token's weight is exp(scaled logit - largest) in fixed point: sums are exact in any order, and neither chunks nor
-batches change a sample. Bisection over float32 bits finds a filter's threshold weight, among the candidates that a
-histogram by powers of two leaves, or in the whole vocabulary if the distribution is flat.
+A token's weight is exp(scaled logit - largest) in fixed point. Sums are exact in any order, so neither chunks nor
+batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
+a histogram by powers of two leaves, or in the whole vocabulary if the distribution is flat.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
-"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds the rest."""
+"""Level 0 is the largest weight, 1. Level j is [2^-j, 2^(1 - j)). The last has the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
 """1 in fixed point. MAX_VOCAB times it fits an int64."""
@@ -40,7 +41,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit, and the first token with it: [rows, chunks]. Grid: rows, chunks."""
+    """Each chunk's largest logit and the first token with it: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -137,7 +138,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """At most mass - 1: the product may round up to mass."""
+    """At most mass - 1, because the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -165,7 +166,7 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the least weight kept by top-k, then by top-p of the rest. `whole`: weight of all tokens."""
+    """Bits of the least weight that top-k, then top-p of the rest, keep. `whole`: weight of all tokens."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -192,7 +193,6 @@ def _top_k_top_p_threshold(
 
 @triton.jit
 def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab):
-    """Always returns a candidate."""
     i = tl.arange(0, _CANDIDATES)
     at = row * _CANDIDATES + i
     bits = tl.load(bits_found + at, mask=i < found, other=0)
@@ -205,7 +205,7 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """First token where the chunk's cumulative weight exceeds `left`; bits below `least` have no weight."""
+    """First token where the chunk's cumulative weight exceeds `left`. Bits below `least` have no weight."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -279,7 +279,7 @@ def sample_tokens(
     has_sampling: bool,
     has_filters: bool,
 ) -> Tensor:
-    """[R] int64 for logits [R, vocab] float32, which stay unchanged.
+    """Logits [R, vocab] float32 to tokens [R] int64.
 
     Parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64; min_p
     float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has top_k

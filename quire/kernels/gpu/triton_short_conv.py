@@ -1,5 +1,5 @@
-"""Short convolutions (kernels/recurrent/short_conv.py). Stores columns in blocks first, because a row may start from
-what another stores there. Updates slots last, after their old columns were read.
+"""Short convolutions (recurrent/short_conv.py). Stores columns in blocks first, because a row may start from columns
+that another stores. Updates slots last, after their old columns are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _MAX_CHANNELS = 512
-"""Channels per program."""
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def _page_column_pointer(
 
 
 _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
-"""Pointers without alignment."""
+"""Pointers that may be unaligned."""
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)
@@ -66,8 +65,8 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that token has the same
-    slot: a sequence's rows may follow each other (drafts in a CUDA graph).
+    """PIECES: per block; 0: blocks hold no columns. An earlier column is from this step only if its token has the same
+    slot, because rows of one sequence may follow each other (drafts in a CUDA graph).
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

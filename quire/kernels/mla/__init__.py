@@ -1,1 +1,0 @@
-"""MLA in plain PyTorch."""

@@ -11,7 +11,7 @@ from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferencePerHeadLinear:
-    """The last `passthrough_dim` numbers of a head's input follow its outputs unchanged."""
+    """The last `passthrough_dim` elements of a head's input follow its outputs unchanged."""
 
     def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
         self._linears, self._passthrough_dim = linears, passthrough_dim
@@ -26,18 +26,18 @@ class ReferencePerHeadLinear:
 
 @runtime_checkable
 class ExpandablePerHeadLinear(Protocol):
-    """Linears that absorb queries into latent space. Their backend may expand a prompt's latents into keys and values
-    instead.
+    """Linears that absorb queries into latent space. Their backend may instead expand a prompt's latents into keys and
+    values.
     """
 
     def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        """True if expanding is faster for these tokens. The cache must hold all their keys."""
+        """True if expanding is faster for these tokens, whose keys must all be in the cache."""
 
     def attend_expanded(
         self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """[T, H * V] for rotated, unabsorbed queries [T, H, P + R]. expand: linears that bring values out of latent
-        space. cache [P, page size, 1, L + R] holds all latents of these tokens.
+        """[T, H * V] for rotated, unabsorbed queries [T, H, P + R]. expand: linears from latent space to values. cache
+        [P, page size, 1, L + R] must hold all latents of these tokens.
         """
 
 

@@ -1,1 +1,1 @@
-"""Shared with architecture specs. No torch."""
+"""Architecture specs share these. Never imports torch."""

@@ -13,30 +13,28 @@ class Routing:
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
-    """Softmax over all experts; sigmoid of the score; "mixer": in order of choice, softmax over the experts not yet
+    """softmax: over all experts. sigmoid: of the score. mixer: in order of choice, softmax over the experts not yet
     chosen and not much smaller (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
-    """Divide chosen weights by their sum. No effect on SparseMixer."""
+    """Divide the chosen weights by their sum. No effect on SparseMixer."""
     normalizer_eps: float = 0.0
     """Added to that sum."""
     scale: float = 1.0
     """Factor of the final weights."""
     num_groups: int = 1
-    """Groups of equally many consecutive experts."""
+    """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1
-    """Experts are chosen within this many groups, chosen first (DeepSeek-V2, 2024)."""
+    """Experts come from this many groups, which are chosen first (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of this many best experts."""
     softcap: float | None = None
-    """c turns a score s into c * tanh(s / c)."""
     weights_inputs: bool = False
     """Weights multiply an expert's input, not its output (Llama 4, 2025)."""
     jitter: float = 0.0
     """SparseMixer keeps scores s with (max - s) / max(|s|, max) of at most twice this."""
 
     def invalid_reason(self, count: int) -> str | None:
-        """Why this routing is impossible for `count` experts."""
         if self.top_k > count:
             return f"{self.top_k} of {count} experts"
         if count % self.num_groups:

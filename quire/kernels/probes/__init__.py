@@ -1,1 +1,0 @@
-"""Small trials of what a model computes, on a device."""

@@ -1,5 +1,5 @@
-"""Tries a backend on the device before it is chosen: only running shows that it was built for another GPU, PyTorch or
-driver.
+"""Tries a backend on the device before it is chosen. Only running it shows that it was built for another GPU, PyTorch
+or driver.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function; returns the replay function, and the tensor with its result."""
+"""Records a function; returns a function that replays it, and the tensor with its result."""
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens, and most query rows per KV head: flash-attn 4 has another kernel for rows that fit one tile."""
+"""Tokens, and most query rows per KV head. flash-attn 4 has another kernel for rows that fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Makes few keys count, so a scale that is a few percent off changes means by more than rounding does."""
+"""Gives few keys most of the weight, so that a scale that is a few percent off changes means by more than rounding
+does.
+"""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
 """For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
 wrong scale, a missing key or another sequence's page.
@@ -43,7 +45,6 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """Set if decodes will be graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
@@ -62,7 +63,7 @@ class BackendProbe(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, decode, mixed batch. Then two short prompts."""
+    """Prefill, decode and mixed batch of two sequences, one several pages long. Then two short prompts."""
 
     heads: int
     kv_heads: int
@@ -72,7 +73,7 @@ class PagedAttentionProbe(BackendProbe):
     """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
-    """Only try a graph with a prefill chunk of known maximum length."""
+    """Try only a graph with a prefill chunk of known maximum length."""
     has_chunked_windows: bool = False
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -162,7 +163,6 @@ class PagedAttentionProbe(BackendProbe):
         )
 
     def _allocate_kv(self, backend: Backend) -> Tensor:
-        """Keys and values."""
         dtype = self.dtype if self.kv_dtype is None else self.kv_dtype
         shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, dtype)
         return torch.zeros((2, *shape), dtype=dtype, device=self.device)
@@ -218,7 +218,7 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Indices and metadata of the last chunk of the first prompt and one token of the second; swapped: one token of the
+    """Indices and metadata of the last chunk of the first prompt and one token of the second. swapped: one token of the
     first and a chunk of the second, with the same total.
     """
     counts = (block_size + 2, 1)

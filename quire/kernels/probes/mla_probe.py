@@ -21,14 +21,12 @@ from quire.kernels.reference import ReferenceBackend
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""As in backend_probe.py; latent keys are long, so scores are large."""
+"""As in backend_probe.py, for the larger scores of long latent keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, absorbed and (if supported) expanded; decodes; and a decode with
-    the last part of a prefill.
-    """
+    """Prefill, absorbed and (if supported) expanded; decodes; and a decode with the last part of a prefill."""
 
     heads: int
     dims: tuple[int, int, int, int]
@@ -81,7 +79,6 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
-        """Rounded to the model's dtype, then float32 on the CPU."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
@@ -99,7 +96,6 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Rounds stored keys and queries to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

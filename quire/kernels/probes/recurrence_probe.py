@@ -14,7 +14,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences, in slots 2 and 0; the first is long enough for chunks. The second step has two draft tokens
+"""Tokens of two sequences, in slots 2 and 0. The first is long enough for chunks. The second step has two draft tokens
 of the first and a token of the second. The third, after accepting one draft, has a token of each.
 """
 _NUM_DRAFTS = 2
@@ -23,13 +23,12 @@ _CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """A recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, a decode graph. The
-    reference also rounds the convolution's output and the result: in a state space of 128 numbers unrounded inputs
-    change some results by more than a useful tolerance.
+    """Prompts, drafts in a mixed step, their acceptance, a decode graph. The reference also rounds the convolution's
+    output and the result, because unrounded inputs change some results of large state spaces by more than a useful
+    tolerance.
     """
 
     rule: Any
-    """A Recurrence."""
     value_dim: int
 
     def find_mismatch(self, backend: Backend) -> str | None:

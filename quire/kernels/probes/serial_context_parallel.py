@@ -16,7 +16,7 @@ from quire.kernels.reference import ReferenceBackend
 
 class SerialContextParallel(ReferenceBackend):
     """All ranks in one process, for trials and tests. A page holds all ranks' tokens in the order of one process, so a
-    rank's cache is a view; not for quantized pages, where scales follow all codes.
+    rank's cache is a view. Not for quantized pages, where scales follow all codes.
     """
 
     name = "in turn"

@@ -1,1 +1,0 @@
-"""Speed of this machine."""

@@ -33,7 +33,7 @@ class DeltaRule(Recurrence):
     """[value] float32."""
     eps: float
     num_key_heads: int
-    """Each serves equally many consecutive value heads."""
+    """Each serves the same number of consecutive value heads."""
     key_dim: int
     has_sigmoid_gate: bool = False
 
@@ -51,12 +51,10 @@ class DeltaRule(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """q, k and v of a token."""
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """b and a."""
         return self.num_heads + len(self.dt_bias)
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Recurrent states with one matrix per head.
 
-Tokens are computed one by one, so bits do not depend on how a sequence was cut into steps. A slot keeps the matrices
+Tokens are computed one by one, so bits do not depend on how a sequence is cut into steps. A slot keeps the matrices
 after the last verified token and the inputs of draft tokens. A later step applies the accepted ones before its own
 tokens.
 """
@@ -25,8 +25,8 @@ class RecurrentStates:
 @dataclass(frozen=True, slots=True)
 class StateAndVerifiedCounts:
     num_state_tokens: Tensor
-    """[S] int32: tokens applied to the matrices. Between these and the step's own are accepted draft tokens, kept in
-    the slot.
+    """[S] int32: tokens applied to the matrices. The slot keeps the accepted draft tokens between these and the step's
+    own.
     """
     num_verified_tokens: Tensor
     """[S] int32: tokens before the first draft token of this step."""
@@ -34,8 +34,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """As AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence in the
-    first one's place, and the other places are empty.
+    """See AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence in the
+    first row's place, and the other places are empty.
     """
 
     query_start: Tensor
@@ -49,27 +49,26 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def input_dim(self) -> int:
-        """Numbers per token that update or read the matrices."""
+        """Elements per token that update or read the matrices."""
 
     @property
     @abstractmethod
     def head_inputs_dim(self) -> int:
-        """Further numbers per token, equally many per head."""
+        """Further elements per token, the same number for each head."""
 
     @property
     def draft_inputs_dim(self) -> int:
-        """Per draft token."""
         return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply one token's numbers [draft_inputs_dim]; return new matrices [heads, key, value] and readout [heads,
-        value]. One token at a time: bits of PyTorch's elementwise functions depend on the length.
+        """Apply one token's elements [draft_inputs_dim]; return new matrices [heads, key, value] and readout [heads,
+        value]. Takes one token at a time because bits of PyTorch's elementwise functions depend on the length.
         """
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """Normalizes too. [heads * value] in z's dtype."""
+        """Normalize and gate: [heads * value] in z's dtype."""
 
 
 def run_recurrence(

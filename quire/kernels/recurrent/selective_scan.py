@@ -48,12 +48,10 @@ class SelectiveScan(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """x, b and c of a token."""
         return self.num_heads * self.value_dim + 2 * self.key_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """dt of a token."""
         return self.num_heads * self.value_dim
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Gated convolutions (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result
-is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024), the
-column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
+"""Gated convolutions (LFM2: Liquid AI, 2025): per channel, a token's column is b * x rounded to their dtype, and the
+result is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024),
+the column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
 
-A column's place follows from its position alone, so bits do not depend on how a sequence was cut into steps. A block
+A column's place follows from its position alone, so bits do not depend on how a sequence is cut into steps. A block
 holds the last columns of each of its pieces, for prefix cache hits. The sequence's slot holds the others, or all if
 another state is too large for blocks.
 """
@@ -43,7 +43,7 @@ class ConvStates:
     """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
     """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot. There are at least width - 1 plus the
-    maximum of draft tokens, so rejected ones overwrite nothing that is needed.
+    maximum of draft tokens, so that rejected drafts overwrite nothing that is needed.
     """
 
     @property

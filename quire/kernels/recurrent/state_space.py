@@ -32,7 +32,7 @@ class StateSpace(Recurrence):
     """[heads * value] float32; None: no norm."""
     eps: float
     num_groups: int
-    """Groups of equally many consecutive heads."""
+    """Groups of consecutive heads, equal in size."""
     key_dim: int
     value_dim: int
     dt_limits: tuple[float, float] = (0.0, float("inf"))
@@ -44,12 +44,10 @@ class StateSpace(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """x, b and c of a token."""
         return self.num_heads * self.value_dim + 2 * self.num_groups * self.key_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """dt of a token."""
         return self.num_heads
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

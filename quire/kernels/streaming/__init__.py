@@ -1,1 +1,0 @@
-"""Weights in host memory or on disk."""

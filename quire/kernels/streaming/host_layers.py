@@ -1,8 +1,8 @@
 """Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
 layers are computed.
 
-A pass leaves no copy in flight, so a CUDA graph may hold it. Events order the streams: a slot is overwritten after its
-layer was computed, and a layer is computed after its copy has arrived.
+After a pass no copy is running, so CUDA graphs can record it. Events order the streams: a slot is overwritten after its
+layer is computed, and a layer is computed after its copy has arrived.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.kernels.backend import Backend, Linear
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 
 _ALIGNMENT = 256
-"""Bytes, as in PyTorch's allocator."""
+"""In bytes, as in PyTorch's allocator."""
 
 
 @runtime_checkable
 class OffloadableLinear(Protocol):
-    """Reads these tensors at each call, so their storage may move in between."""
+    """Reads these tensors at each call, so their storage may move between calls."""
 
     @property
     def offloadable_tensors(self) -> Sequence[Tensor]: ...
@@ -51,7 +51,7 @@ class HostLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(sizes)
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Moves its tensors off the device, so loading never holds more than the resident layers."""
+        """Moves its tensors off the device, so loading never needs much more memory than the resident layers."""
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return
         for tensor in linear.offloadable_tensors:

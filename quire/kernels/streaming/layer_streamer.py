@@ -1,5 +1,5 @@
-"""Streamed layers take turns in a few memory slots of the largest layer's size. A layer always has the same slot, so
-its linears find weights at fixed addresses. Bits do not change.
+"""Streamed layers share a few memory slots of the largest layer's size. A layer always has the same slot, so its
+linears find weights at fixed addresses. Bits do not change.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from quire.kernels.backend import Linear
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 LayerSelector = Callable[[Sequence[int]], list[int]]
-"""Maps each layer's bytes to the streamed layers, ascending. Raises ValueError if no choice fits."""
+"""Maps each layer's bytes to the streamed layers, in ascending order. Raises ValueError if no choice fits."""
 
 
 class LayerHooks:
-    """Callbacks of a pass. These do nothing, for resident layers."""
+    """Callbacks of a pass. The defaults, for resident layers, do nothing."""
 
     streamed_layers: Sequence[int] = ()
-    """Ascending; known after loading."""
 
     def begin_pass(self) -> None:
         """Called before the first layer."""
@@ -34,28 +33,25 @@ class LayerStreamer(LayerHooks, WeightOffloader):
     """`finish_loading` also raises the selector's ValueError."""
 
     def __init__(self, choice: LayerSelector, slots: int) -> None:
-        """slots: layers in memory, or on their way, at once."""
         self._select_layers, self._num_slots = choice, slots
         self.streamed_layers = []
         self._stream_positions: dict[int, int] = {}
 
     def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
-        """Approximate, before weights are read. Raises the selector's ValueError."""
+        """Sizes are approximate, from before weights are read. Raises the selector's ValueError."""
         return None
 
     @abstractmethod
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Called after a linear of this process was packed."""
+        """Called after a linear of this process is packed."""
 
     def is_streamed(self, layer: int) -> bool:
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
-        """The layer must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """The next layer of this pass in the same slot, if any."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

@@ -8,16 +8,13 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Since this process loaded its weights."""
-
     experts_read: int = 0
     """Each expert counts once a step."""
     experts_kept: int = 0
-    """Experts read that were in memory."""
     experts_guessed: int = 0
     """Prefetched before their router had chosen."""
     experts_guessed_right: int = 0
-    """Those that the router then chose."""
+    """Prefetched experts that the router then chose."""
     disk_bytes: int = 0
     """0 if the OS does not report them."""
 
@@ -39,8 +36,8 @@ class WeightOffloader(ABC):
     def saved_bytes(self) -> int:
         """On the computing device."""
 
-    def prepare_for_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
-        """Call before a step, when no read is in flight."""
+    def prepare_for_step(self) -> None:  # noqa: B027 - some offloaders need nothing
+        """Call before a step, when no read is running."""
 
     def total_offload_counts(self) -> OffloadCounts:
         """All 0 if no disk is read."""

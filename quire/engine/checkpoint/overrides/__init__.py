@@ -29,8 +29,8 @@ _NESTED_CONFIG_SUFFIX = "_config"
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links with a changed config.json, shared by all processes. Raises
-    ModelError, and ConfigError without config.json.
+    """With hf_overrides, return a folder of links with a changed config.json. Raises ModelError, and ConfigError
+    without config.json.
     """
     path = resolve_model(config.model, config.revision)
     if not config.hf_overrides:
@@ -45,7 +45,6 @@ def resolve_model_with_overrides(config: EngineConfig) -> Path:
 
 
 def load_model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     return read_model_config(path, config.model_impl, tokenizer, config.chat_template, resolve_weights(config))
 
@@ -62,7 +61,6 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested configurations are merged, other values replaced."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -74,7 +72,7 @@ def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
-    """`max_tokens` is an upper limit. Raises ModelError, or ConfigError naming the setting."""
+    """Raises ModelError, or ConfigError naming the setting."""
     source = config.generation_config
     defaults: dict[str, float] = {}
     if source == "auto":
@@ -107,7 +105,6 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:
-    """Raises ConfigError."""
     try:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:
@@ -129,7 +126,6 @@ def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, flo
 
 
 def _make_linked_folder(path: Path, content: bytes) -> Path:
-    """`content` replaces config.json."""
     files = sorted(path.iterdir())
     fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
     dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()

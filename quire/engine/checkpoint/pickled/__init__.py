@@ -1,6 +1,5 @@
-"""Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only the few
-instructions of torch.save are interpreted; others are refused. engine/worker/loading/weight_loader.py reads the
-weights.
+"""Reads tensor types and shapes of `torch.save` files. A pickle may call anything, so only torch.save's few
+instructions are interpreted.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ _LITERAL_OPCODES = {
 
 class PickledTensor(NamedTuple):
     dtype: str
-    """safetensors' name."""
     shape: tuple[int, ...]
     nbytes: int
     """0 if another tensor has the same storage."""
@@ -79,7 +77,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """None without the file. Raises ModelError for anything but named tensors."""
+    """None without the file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -111,7 +109,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
 
 
 def _interpret_file(file: IO[bytes]) -> Any:
-    """Accepts a zip archive, or PyTorch's format before 1.6, where the fourth pickle counts."""
+    """Accepts a zip archive, or PyTorch's format before 1.6, whose fourth pickle counts."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
@@ -125,8 +123,6 @@ def _interpret_file(file: IO[bytes]) -> Any:
 
 
 class _PickleStack:
-    """Tracks marks: no instruction scans the stack."""
-
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._marks: list[int] = []
@@ -156,7 +152,6 @@ class _PickleStack:
 
 
 def _interpret_pickle(instructions: Iterable[tuple[Any, Any, int | None]]) -> Any:
-    """Raises ValueError for unexpected content."""
     stack = _PickleStack()
     memo: dict[int, Any] = {}
     for count, (opcode, argument, _) in enumerate(instructions):
@@ -214,14 +209,13 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 
 
 def _require_string(value: Any) -> str:
-    """Does not hash or print values: nested tuples may be exponentially large."""
+    """Does not hash or print values, because nested tuples may be exponentially large."""
     if not isinstance(value, str):
         raise ValueError("its pickle has a name that is not a string")
     return value
 
 
 def _parse_storage(persistent_id: Any) -> _StorageRef:
-    """("storage", kind, key, device, count)"""
     kind = persistent_id[1].dotted_name.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if persistent_id[0] != "storage" or kind not in {*_STORAGE_DTYPES, "Untyped"}:
         raise ValueError(f"it holds a storage of {persistent_id[1].dotted_name[:60]!r}, which is not known")

@@ -23,22 +23,19 @@ class DecoderSizes(StepCosts):
     hidden_size: int
     num_parameters: int
     embedding_parameters: int
-    """Embedding and head, never quantized. A tied head counts once."""
+    """A tied head counts once."""
     kv_formula: str
-    """Explains kv_values_per_token to users."""
     num_heads: int
     num_kv_heads: int
-    """Most devices that can share the KV cache; 1 with MLA."""
+    """The most devices that can share the KV cache; 1 with MLA."""
     head_dim: int
     """Elements of a cached key per head; with MLA, of everything cached."""
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """Explains conv_values_per_token to users; "" if that is 0."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
-    """Keyed by name, for constructing subclasses."""
     return {each.name: getattr(costs, each.name) for each in fields(costs)}
 
 

@@ -19,7 +19,7 @@ from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
 """MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""Have a position table and, by default, a tied head."""
+"""These also have a tied head by default."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
@@ -76,14 +76,13 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return parameters, cached values per token, their formula, and query heads times head size; all per layer."""
+    """Per layer: parameters, cached values per token, their formula, query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -120,7 +119,6 @@ def _head_dim(text_fields: Mapping[str, Any], hidden: int) -> int:
 
 
 def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
-    """1 for multi-query models. Default: the number of query heads."""
     if text_fields.get("multi_query") and not text_fields.get("new_decoder_architecture"):
         return 1
     kv_heads = text_fields.get("num_key_value_heads") or text_fields.get("num_kv_heads")
@@ -128,9 +126,7 @@ def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
 
 
 def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> tuple[int, int, int, int, int]:
-    """Return parameters of a dense MLP, an expert, the router per expert, and shared experts; and the number of layers
-    with experts.
-    """
+    """Parameters of a dense MLP, an expert, the router per expert, and shared experts; number of MoE layers."""
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
     mlp_width = read_optional_size(text_fields, "intermediate_size") or int(
@@ -149,19 +145,17 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
 
 
 def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
-    """Raises ModelError."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
     return int(text_fields[key])
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name`: a key of SIZE_FIELD_ALIASES. 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 
 def read_required_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name`: a key of SIZE_FIELD_ALIASES. Raises ModelError if missing."""
+    """Raises ModelError if missing."""
     value = read_optional_size(text_fields, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -39,26 +39,21 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """Method; None if unquantized."""
     bits_per_weight: float
     """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Empty for supported models."""
     notes: tuple[str, ...]
     tower_parameters: int
-    """Image tower and connector, which `num_parameters` excludes."""
+    """Counts image tower and connector, which are not in `num_parameters`."""
     tower_linear_parameters: int
-    """Parameters that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
-        """`quantization` at load applies only to linears."""
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
         return (self.tower_parameters - self.tower_linear_parameters) * bytes_per_value + round(
             self.tower_linear_parameters * bits / 8
         )
 
     def limit_to_sliding_window(self) -> ModelSizes:
-        """End contexts at the narrowest window."""
         windows = [each.window for each in self.cache_specs if each.window]
         return replace(self, max_position=min([self.max_position, *windows]))
 
@@ -68,7 +63,6 @@ class ModelSizes(DecoderSizes):
 
     @property
     def num_caching_layers(self) -> int:
-        """Excludes layers that read another layer's KV blocks."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
@@ -81,7 +75,6 @@ class ModelSizes(DecoderSizes):
 
     @property
     def conv_values_per_token(self) -> int:
-        """Stored in the model's dtype."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
@@ -97,7 +90,7 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """Share of the weights' bytes that a step reads."""
+        """Share of the weights that a step reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -119,7 +112,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Fields must already be checked. Raises ModelError naming a missing size, and for non-decoders."""
+    """Raises ModelError naming a missing size, or for other models than decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
@@ -146,7 +139,6 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ModelError for an incomplete configuration or another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
@@ -157,7 +149,6 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """None without a family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -185,7 +176,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Return method and bits per weight, scales included; (None, 0) if unquantized."""
+    """(method, bits per weight with scales)."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
@@ -205,7 +196,6 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
 
 
 def _mean_stored_bits(settings: Mapping[str, Any]) -> float | None:
-    """None for unsupported settings."""
     try:
         return parse_quantization_config(settings).mean_stored_bits  # type: ignore[arg-type]
     except ModelError:

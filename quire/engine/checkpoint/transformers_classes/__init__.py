@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _OUTER_FIELDS = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
-"""Fields outside text_config that apply to the text model. text_config's values take precedence."""
+"""Outer fields that apply to the text model. text_config overrides them."""
 
 _POSITIONS_AFTER_PADDING = {
     "camembert",
@@ -24,7 +24,7 @@ _POSITIONS_AFTER_PADDING = {
 
 @cache
 def rejection_reasons_by_model_type() -> Mapping[str, str]:
-    """Empty reasons: served. tests/engine/models/test_every_class.py writes class_support.toml."""
+    """ "" means served. tests/engine/models/test_every_class.py writes class_support.toml."""
     content = tomllib.loads(Path(__file__).with_name("class_support.toml").read_text(encoding="utf-8"))
     reasons = dict.fromkeys(content["served"], "")
     return reasons | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -36,7 +36,6 @@ def transformers_version_tested() -> str:
 
 
 def config_for_transformers_class(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a multimodal model's text part if it has its own class."""
     text_config = raw.get("text_config")
     has_own_class = (
         isinstance(text_config, Mapping) and str(text_config.get("model_type")) in rejection_reasons_by_model_type()

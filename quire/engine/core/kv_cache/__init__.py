@@ -1,1 +1,0 @@
-"""KV blocks of requests, and cached prefixes."""

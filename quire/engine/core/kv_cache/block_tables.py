@@ -17,22 +17,20 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks that requests would also use if no group had a window."""
+        """Blocks that requests would use in addition without windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
 
     @property
     def pool_capacity_tokens(self) -> int:
-        """For one request, as if no layer had a window."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
-        """Negative if the request has more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Free blocks needed to compute all tokens after `cached`. Blocks that leave a window are freed and reused."""
+        """Blocks to compute all tokens after `cached`, with reuse of blocks that leave a window."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -43,8 +41,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """A step in flight may still read freed blocks, but their next owner writes later, or in layers already read.
-        Rejected drafts never lead back before their step's first token.
+        """A step in flight may still read freed blocks, but their next owner writes later. Rejected drafts never lead
+        back before their step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (
@@ -59,7 +57,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """The request must have no blocks. `cached`: from `find_cached_blocks`."""
+        """Requires a request without blocks."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
@@ -71,7 +69,7 @@ class BlockTables:
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """Longest cached prefix; NULL_BLOCK stands for blocks outside the next token's window."""
+        """Longest cached prefix, with NULL_BLOCK for blocks outside the next token's window."""
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
             tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)
@@ -88,7 +86,7 @@ class BlockTables:
         return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
-        """Search backwards: the prefix ends before a missing block."""
+        """Searches backwards: the prefix ends before a missing block."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_visible_block(window, count * self._block_size):

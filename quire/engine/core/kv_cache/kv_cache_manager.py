@@ -1,4 +1,4 @@
-"""The KV cache of all requests, after vLLM's class of this name. Differences:
+"""The KV cache of all requests, like vLLM's class of this name, except:
 
 - Groups share one interleaved table, Request.block_ids.
 - `get_computed_blocks` takes no references, because blocks may first be loaded from a tier. `use_computed_blocks` then
@@ -57,7 +57,7 @@ class KVCacheManager:
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """See BlockTables.find_cached_blocks. Excludes the last token, which must be computed."""
+        """Excludes the last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
@@ -67,7 +67,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Blocks that must become free to compute all tokens. May be negative."""
+        """Blocks that must become free. May be negative."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -75,7 +75,6 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Return the partial block copies that the request needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -99,27 +98,25 @@ class KVCacheManager:
         return self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:
-        """May be negative."""
         num_known = len(request.token_ids)
         room = self._block_tables.num_tokens_with_room(request) - num_known
         return min(max_drafts, room, self._snapshots.limit_draft_tokens(num_known, max_drafts))
 
     def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
-        """The step computes tokens from `start` on; those after `num_known` are drafts."""
+        """The step computes tokens from `start` on. Those after `num_known` are drafts."""
         if not self.prefix_cache.is_enabled or request.num_computed_tokens == start:
             return
         self._snapshots.save_state(request, num_known)
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Otherwise a load might overwrite a free source before it is copied."""
+        """Otherwise a load might overwrite a free source first."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
         return self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:

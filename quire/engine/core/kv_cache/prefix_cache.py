@@ -22,7 +22,7 @@ class PrefixCache:
         enabled: bool,
         snapshots: StateSnapshots,
     ) -> None:
-        """`hash_block_size`: in tokens; a divisor of the block size."""
+        """`hash_block_size`: tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
@@ -34,13 +34,12 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
-        """None: nobody reads them."""
         self._first_written: dict[int, int] = {}
         """First token in each block that the step being scheduled writes."""
 
     @property
     def match_unit(self) -> int:
-        """Tokens; 0 if the cache is off."""
+        """In tokens; 0 if the cache is off."""
         return max(self.hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def reset_writes_and_unpin_expired(self) -> None:
@@ -58,7 +57,6 @@ class PrefixCache:
         ]
 
     def set_num_cached_hashes(self, request: Request, num_blocks: int) -> None:
-        """`num_blocks` is per group."""
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
@@ -74,7 +72,6 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
-        """Pins blocks for the next turn. Call before the request frees its blocks."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -111,7 +108,6 @@ class PrefixCache:
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
-        """Find only blocks with tokens written before this step."""
         candidates = [
             self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
         ]
@@ -122,7 +118,6 @@ class PrefixCache:
         ]
 
     def cache_blocks(self, request: Request, start: int) -> None:
-        """`start`: the first token that the step computes."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self.hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(

@@ -6,17 +6,15 @@ from quire.engine.core.request import Request
 from quire.engine.processes.kv_events import ENGINE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
 
 _DIGEST_BYTES = 16
-"""Keys of block_pool.py append the group's number."""
+"""block_pool.py appends the group's number to keys."""
 
 
 class PrefixCacheEvents:
-    """Blocks that the prefix cache stored and removed since the last `take`, in order."""
-
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._last_stored: tuple[BlockStored, str, int] | None = None
-        """The last event if it can be extended, its request, and the index of the block that would extend it."""
+        """The last event if it can be extended, its request, and the index of the next block."""
 
     def drain_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         events = self._events
@@ -25,7 +23,7 @@ class PrefixCacheEvents:
         return events
 
     def record_stored(self, request: Request, index: int, digest: bytes, group: int) -> None:
-        """`index`: in blocks of `hash_block_size` tokens."""
+        """`index` counts blocks of `hash_block_size` tokens."""
         size = self._hash_block_size
         token_ids = list(request.token_ids[index * size : (index + 1) * size])
         group_idx = group or None
@@ -44,7 +42,6 @@ class PrefixCacheEvents:
         self._last_stored = event, request.engine_request.id, index + 1
 
     def record_removed(self, digests: Sequence[bytes]) -> None:
-        """`digests`: of one block."""
         if digests:
             group_idx = digests[0][_DIGEST_BYTES] if len(digests[0]) > _DIGEST_BYTES else None
             self._events.append(BlockRemoved([_number(each) for each in digests], ENGINE_MEDIUM, group_idx))
@@ -56,5 +53,4 @@ class PrefixCacheEvents:
 
 
 def _number(digest: bytes) -> int:
-    """Routers take 64 bits."""
     return int.from_bytes(digest[:8], "big")

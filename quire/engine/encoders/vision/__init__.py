@@ -1,1 +1,0 @@
-"""Vision towers and projectors."""

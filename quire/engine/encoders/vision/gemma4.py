@@ -92,7 +92,7 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """The checkpoint rotates a head's halves separately (columns, rows); reorder them for whole-head RoPE."""
+        """The checkpoint rotates columns and rows of a head separately. Reorder its elements for whole-head RoPE."""
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter
         size = self._vision.head_dim
@@ -112,7 +112,6 @@ class Gemma4Tower(Tower):
         return [self._pool_and_project(each, rows, columns) for each in x.chunk(len(images))]
 
     def _pool_and_project(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """[T, hidden] to tokens."""
         vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()
@@ -136,7 +135,7 @@ class Gemma4Tower(Tower):
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
-        """A chunk is a whole sublayer: an image has few tokens."""
+        """A chunk is a whole sublayer, because an image has few tokens."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device

@@ -87,7 +87,6 @@ class PixtralTower(Tower):
         return [self._projector(features) for features in merged]
 
     def _merge_patches(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
-        """Channel by channel."""
         merge = self._vision.merge_size
         x = self._build_context.backend.rms_norm(hidden, self._norm.weight, self._vision.merger_norm_eps)
         squares = x.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)

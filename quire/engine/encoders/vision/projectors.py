@@ -19,8 +19,6 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Load weights through `parameters()` before use."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -64,7 +62,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """`num_skipped`: leading rows that are no patches. Raises ModelError for an unsupported activation."""
+        """`num_skipped`: leading rows that are not patches. Raises ModelError for an unsupported activation."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -85,7 +83,7 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """An optional norm and two linears turn scale x scale adjacent patches into a token."""
+    """Like PixelShuffleProjector, with two linears and an optional norm."""
 
     def __init__(
         self,
@@ -109,14 +107,11 @@ class PixelShuffleMLP:
         return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
 
     def project_grid(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
-        """[rows * columns, hidden] to [tokens, text_hidden_size]."""
         x, norm = pixel_shuffle(hidden, rows, columns, self._scale), self._norm
         return self._linears(x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
 
 
 class SquarePixelShuffleProjector(Projector):
-    """Drops the class token."""
-
     def __init__(self, linears: PixelShuffleMLP, side: int) -> None:
         self._linears, self._side = linears, side
 
@@ -128,8 +123,6 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    """CLIP's projector."""
-
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
         self._norm = LayerNormWeights(norm, hidden, bias=True)
@@ -149,7 +142,6 @@ class AttentionPoolingProjector(Projector):
     """SigLIP's: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
-        """Raises ModelError for an unsupported activation."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
@@ -184,8 +176,6 @@ class AttentionPoolingProjector(Projector):
 
 
 class AveragePoolingProjector(Projector):
-    """Norm weights are stored as offsets from 1."""
-
     def __init__(
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
     ) -> None:

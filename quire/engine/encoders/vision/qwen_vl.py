@@ -101,7 +101,6 @@ class QwenVLTower(Tower):
         return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
     def _merge_in_chunks(self, merge: PatchMerger, hidden: Tensor) -> Generator[float, None, Tensor]:
-        """A merger costs half a layer."""
         parts, patches_per_token = [], self._vision.merge_size**2
         for part in hidden.split(MAX_CHUNK_TOKENS // patches_per_token * patches_per_token):
             parts.append(merge(part))
@@ -123,7 +122,7 @@ class QwenVLTower(Tower):
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
     def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
-        """Indices in encoder order, [tokens] int64."""
+        """Takes indices in encoder order. Returns [tokens] int64."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
         token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)

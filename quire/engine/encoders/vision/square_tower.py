@@ -34,7 +34,6 @@ class SquareTowerSpec:
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """Has the first position."""
     first_norm: str | None = None
     has_batch_axes: bool = False
     """Class token and positions have leading axes of size 1."""
@@ -65,7 +64,6 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """InternVL (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -140,7 +138,7 @@ class SquareTower(Tower):
         )
 
     def encode_squares_in_chunks(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
-        """A square is [side, side, 3] float32."""
+        """Squares are [side, side, 3] float32."""
         x = torch.cat([self._embed_pixels(each) for each in squares])
         hidden, _ = yield from self._encoder.forward_in_chunks(
             x, lengths_of_equal_sequences(len(x) // len(squares), len(squares))
@@ -148,7 +146,6 @@ class SquareTower(Tower):
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 
     def _embed_pixels(self, pixels: Tensor) -> Tensor:
-        """Return [tokens, hidden]."""
         assert self._positions is not None, "weights are not loaded"
         x = self._patch_embedding(pixels)
         assert len(x) == len(self._position_ids), "an image that was prepared for another tower"
@@ -165,7 +162,7 @@ class SquareTower(Tower):
 
 
 def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
-    """[side * side] int64; computed in float32 to round as transformers does."""
+    """[side * side] int64, computed in float32 to round as transformers does."""
     boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
     fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     axis_ids = torch.bucketize(fractions, boundaries, right=True)

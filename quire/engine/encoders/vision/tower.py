@@ -28,14 +28,13 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """For linears in layers; others are unquantized."""
+    """This applies to linears in layers. Others are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
     device: torch.device = _CPU
 
     def make_encoder(self, spec: EncoderSpec) -> Encoder:
-        """Without a RoPE table."""
         return Encoder(
             spec,
             self.backend,
@@ -51,18 +50,16 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
-    """Load weights through `parameters()` before use."""
-
     unused_prefixes: tuple[str, ...] = ()
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Keyed by vision_tensor_name's result."""
+        """By `vision_tensor_name`."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
         """Yields costs that sum to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
-        MediaEmbeddings). Images have one size; batching changes no bits.
+        MediaEmbeddings). Images have one size; batching does not change bits.
         """
 
     @torch.inference_mode()
@@ -104,8 +101,6 @@ class PatchEmbedding:
 
 
 class ChannelLastPatchEmbedding:
-    """A pixel's colors are adjacent."""
-
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
         self._size, self._dtype = shape.patch_size, build_context.dtype
         self._linear = build_context.make_unquantized_linear(
@@ -114,7 +109,6 @@ class ChannelLastPatchEmbedding:
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """[height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         patches = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
@@ -131,7 +125,7 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
 
 
 def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """Pre-norm, no positions. Raises ModelError for an unsupported activation."""
+    """Pre-norm, without positions. Raises ModelError for an unsupported activation."""
     return EncoderSpec(
         names=names,
         vocab_size=0,
@@ -154,11 +148,10 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """[T, head_dim] as QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
+    """[T, head_dim] like QKNormRopeParams.cos_sin, from `rows` and `columns` [T] and frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
-    """[size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

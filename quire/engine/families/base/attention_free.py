@@ -1,5 +1,3 @@
-"""Models with a single recurrent sublayer per layer."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -8,7 +8,6 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def base_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """Llama's decoder, without biases."""
     heads, norm = (config.num_heads, config.num_kv_heads, config.head_dim), NormSpec(config.norm_eps)
     layer = (
         AttentionLayerSpec(*heads, scale=config.head_dim**-0.5, rope=config.rope, norm=norm),

@@ -1,5 +1,3 @@
-"""Readers of config.json for spec fields."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +8,10 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_objects import MAX_WIDTH
 
 POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
-"""Norms follow attention and the MLP instead of preceding them."""
+"""Norms follow sublayers instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""Values, or readers called with the config, by field name. A list or tuple has one value per layer."""
+"""Values by field name, or readers called with the config. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
@@ -30,7 +28,6 @@ def default_true_reader(name: str) -> ConfigReader:
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
-    """Returns `default` if the field is missing or 0."""
     return lambda config: config.raw.get(name) or default
 
 
@@ -47,7 +44,7 @@ def attention_bias_readers(name: str) -> SpecFields:
 
 
 def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
-    """Raises ModelError for non-integers."""
+    """Raises ModelError unless all are integers."""
     values = [config.raw.get(name) for name in names]
     for name, size in zip(names, values, strict=True):
         if not isinstance(size, int):
@@ -56,7 +53,6 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 
 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
-    """Default: expansion_ratio, or 4, times the hidden size."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
         expansion_ratio = fields.get("expansion_ratio")

@@ -11,10 +11,7 @@ from quire.engine.families.base.model_config import ModelConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFamily(ModelFamily):
     build_spec: Callable[[ModelConfig], EncoderSpec]
-    """Raises ModelError for unsupported models."""
+    """Raises ModelError."""
     reads_classifier_pooling: bool = False
-    """If classifier_pooling says so, classifiers pool the mean of all tokens."""
     embedding_size: Callable[[ModelConfig], int] | None = None
-    """Size of a dual encoder's vectors."""
     outer_fields: tuple[str, ...] = ()
-    """Fields to read outside text_config."""

@@ -26,59 +26,49 @@ class ModelFamily:
     model_types: tuple[str, ...]
     field_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values for null or missing fields, by Llama's names."""
+    """For null or missing fields, by Llama's names."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values for missing fields if null has another meaning."""
+    """For missing fields if null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
-    """Called after defaults are set and before validation: values may have any type."""
+    """Runs before validation, so values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that text_config may omit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFamily(ModelFamily):
-    """Omitted fields are like Llama's."""
-
     other_layer_types: tuple[str, ...] = ()
-    """Types besides full and sliding attention."""
     has_partial_rotary: bool = False
-    """True if transformers' class reads partial_rotary_factor."""
+    """transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
-    """False: LongRoPE is refused."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields that must not be set; values complete the error message."""
+    """Forbidden fields; values complete the error message."""
     check_config: Callable[[ModelConfig], None] | None = None
-    """Raises ModelError for unsupported models."""
+    """Raises ModelError."""
 
-    # The decoder
     base: DecoderFamily | None = None
-    """The fields below change the base's decoder; None: base_decoder_spec."""
+    """The fields below change this decoder; None: base_decoder_spec."""
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """None: the base's. Recurrent sublayers have their own norms."""
+    """Default: the base's."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """Per layer: replacement of attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP in layers with experts. Returns None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)
 
-    # The checkpoint
     weight_names: WeightNames = field(default_factory=WeightNames)
     gguf: GGUFFormat | None = None
-    """None: GGUF files are not supported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
-        """Config fields and weight names in `changes` replace this family's; spec changes and checks are added to this
-        family's. GGUF and multimodal_text_defaults are not inherited.
+        """Config fields and weight names in `changes` replace this family's. Spec changes and checks are added. GGUF
+        and multimodal_text_defaults are not inherited.
         """
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 
     @property
     def has_experts(self) -> bool:
-        """False for experts made by `build_base_spec`."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property
@@ -86,7 +76,7 @@ class DecoderFamily(ModelFamily):
         return (*_FULL_ATTENTION_TYPES, *self.other_layer_types)
 
     def decoder_spec(self, config: ModelConfig) -> DecoderSpec:
-        """Accepts configs of derived families too. Raises ModelError."""
+        """Accepts configs of derived families. Raises ModelError."""
         for name, problem in self.unsupported_fields.items():
             if config.raw.get(name):
                 raise ModelError(f"model: config.json: {name} {problem}")

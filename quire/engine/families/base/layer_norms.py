@@ -23,7 +23,6 @@ def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[Mo
 def layer_norm_family(
     *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **family_fields: Any
 ) -> DecoderFamily:
-    """`bias`: value or reader for all linears of layers."""
     return DecoderFamily(
         **{"norm": layer_norm_reader(), **family_fields},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
@@ -32,7 +31,6 @@ def layer_norm_family(
 
 
 def _plain_mlp_activation(config: ModelConfig) -> str:
-    """Raises ModelError."""
     activation = hidden_activation(config)
     if activation is None or activation == "silu":
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")

@@ -13,7 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Tokens per attention layer; None: unlimited."""
+    """Tokens per layer; None: unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -44,7 +44,6 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """For models without a family: uses max_window_layers if present."""
     has_lower_layers = text_fields.get("max_window_layers") is not None
     return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
 
@@ -64,8 +63,6 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Return a DecoderFamily.mixers that replaces attention in layers of `kinds`."""
-
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)
         return [mixer if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
@@ -76,8 +73,6 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """Layers of `other_kinds` get None."""
-
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
         return [None if kind in other_kinds else next(attention_values) for kind in config.raw.get("layer_types") or ()]
@@ -86,7 +81,6 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Layer indices start at 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

@@ -1,5 +1,3 @@
-"""Mamba-2 fields of config.json, under Bamba's names."""
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +49,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Rename legacy layer types. Without layer_types, `kind_of` maps layer indices to types."""
+    """Renames legacy layer types. `kind_of` maps layer indices to default types."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -74,7 +72,6 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raise ModelError if config.json contradicts the heads' total width."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):

@@ -1,5 +1,3 @@
-"""Mamba fields of config.json, under Bamba's names."""
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -12,16 +12,14 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""In all families, latent norms ignore rms_norm_eps."""
+"""Latent norms ignore rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""Older files' fields, replaced by qk_rope_head_dim."""
+"""qk_rope_head_dim replaces these fields of older files."""
 
 
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True,
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """is_interleaved: RoPE pairs neighbors."""
-
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         return [mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
 

@@ -9,7 +9,7 @@ from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """config.json under Llama's field names. Other fields stay in `raw`."""
+    """config.json under Llama's names. Other fields stay in `raw`."""
 
     model_type: str
     vocab_size: int
@@ -23,18 +23,14 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's dtype."""
     rope: dict[str, Any]
-    """rope_type, rope_theta, and the type's own keys."""
     raw: FamilyConfigFields
-    """Fields of their declared types, or None."""
+    """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
-    """Set by read_eos_token_ids; () before."""
     max_model_len: int | None = None
     """Longest context to serve, in tokens; None: `max_position`."""
     rope_context: int | None = None
-    """Context in tokens that RoPE is chosen for; None: irrelevant."""
+    """Context in tokens that RoPE is chosen for, if it matters."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Our field names to the file's, where they differ."""
     transformers_config: Mapping[str, Any] | None = None
-    """All of config.json, only for transformers' classes."""
+    """All of config.json, for transformers' classes."""

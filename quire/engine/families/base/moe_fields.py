@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Above real models' numbers, yet few enough to create without weights."""
+"""Few enough to create without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
@@ -32,11 +32,11 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""DeepSeek-V3's (2024): sigmoid weights; groups are ranked by their two best experts."""
+"""DeepSeek-V3 (2024) has sigmoid weights, and ranks groups by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
-    """`routing_fields` are Routing's. Raises ModelError."""
+    """`routing_fields`: fields of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -54,7 +54,6 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """True for layers with experts. Valid only for models with experts."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -67,7 +66,6 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
-    """0 without shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -77,7 +75,6 @@ def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
 
 
 def expert_intermediate_size(config: ModelConfig) -> int:
-    """Raises ModelError."""
     if (inner := config.raw.get("moe_intermediate_size")) is None:
         kind = config.model_type
         raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")
@@ -91,7 +88,7 @@ def mlp_intermediate_size(config: ModelConfig) -> int:
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """`size` defaults to shared_expert_width. Size 0 reads as None, unless `is_required`."""
+    """Returns None for size 0, unless `is_required`. Default size: shared_expert_width."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -114,9 +111,7 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """`routing`: fields of Routing (kernels/parameters/routing.py). By default, weights are the softmax of the chosen
-    scores, as in Mixtral.
-    """
+    """`routing`: fields of Routing. By default, weights are the softmax of the chosen scores, as in Mixtral."""
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
@@ -127,8 +122,6 @@ def moe_reader(
 
 
 def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
-    """All layers of a small model may be dense."""
-
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
         return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None
 
@@ -138,18 +131,17 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""A softmax over all experts; norm_topk_prob normalizes the chosen weights."""
+"""Over all experts. norm_topk_prob normalizes the chosen weights."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
     shared_expert=shared_expert_reader(),
     correction="gate.e_score_correction_bias",
 )
-"""DeepSeek-V3's."""
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""Qwen's: the sigmoid of a linear with one output scales the shared expert's output."""
+"""Qwen scales the shared expert's output by the sigmoid of a linear with one output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -17,13 +17,12 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""Tokens, if a LongRoPE model's config.json lacks it."""
+"""In tokens, for LongRoPE models without this field."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""For these, transformers' classes choose frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return one set of RoPE parameters, or one for each kind of layer.
+    """One set of RoPE parameters, or one per kind of layer.
 
     transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters. If
     a file has both objects, rope_scaling counts.
@@ -51,11 +50,11 @@ def normalize_rope(
     trained_context: int | None = None,
     default_trained_context: int | None = None,
 ) -> dict[str, Any]:
-    """Normalize like transformers' `standardize_rope_params`, with a rope_type and, for types that need it, the context
-    length of training.
+    """Adds rope_type and, for types that need it, the context length of training, like transformers'
+    `standardize_rope_params`.
 
-    `defaults`: rope_theta and other fields that `rope_fields` may omit. `positions`: the model's. `trained_context`
-    overrides that of `rope_fields`.
+    `defaults`: rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides that of
+    `rope_fields`.
     """
     rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
     rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
@@ -71,9 +70,7 @@ def normalize_rope(
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """Return the parameters of all layers, or those that all kinds of layers share. The context length of training may
-    be outside the object.
-    """
+    """The parameters of all layers, or those that all kinds of layers share."""
     rope_fields = dict(rope_object(raw))
     rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     rope = normalize_rope(
@@ -103,7 +100,6 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
 
 
 def rope_depends_on_context(fields: Mapping[str, Any], *, by_transformers: bool, has_longrope: bool) -> bool:
-    """True if the longest context changes the rotations."""
     if by_transformers:
         return not rope_types(fields).isdisjoint(_CONTEXT_DEPENDENT_TYPES)
     return has_longrope and not rope_types(fields).isdisjoint(LONGROPE_TYPES)
@@ -115,14 +111,12 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """Reads AttentionLayerSpec.mrope_axes. (): three consecutive sections; otherwise default sizes of interleaved
-    sections.
-    """
+    """(): three consecutive sections; otherwise default sizes of interleaved sections."""
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """Only layers without a window may have scaled RoPE. `full` and `sliding` read default values of rope_theta."""
+    """Only layers without a window may have scaled RoPE. `full` and `sliding` read defaults of rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         raw = config.raw
@@ -137,7 +131,6 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
 
 
 def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """Per layer. Layers without a window have no RoPE."""
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 

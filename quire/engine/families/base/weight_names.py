@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-"""Groups: the layer's index, and the module's name in the layer."""
+"""Groups: the layer's index, and the module's name."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -38,16 +38,14 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor for all experts. By default, an expert is [inputs, outputs], with interleaved gate and up outputs, as
-    in gpt-oss.
+    """One tensor for all experts. By default an expert is [inputs, outputs] with interleaved gate and up outputs, as in
+    gpt-oss.
     """
 
     gate_up_halves: bool = False
-    """Gate outputs and up outputs are halves of the tensor."""
     always_transposed: bool = False
     """Halves are [inputs, outputs] instead of [outputs, inputs]."""
     maybe_transposed: bool = False
-    """The shape tells whether halves are transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,7 @@ class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers, without prefix, to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """To Llama's names. Rows of several names follow one another, head by head in GATED_QUERY_MODULES and with
-    `is_fused_by_kv_head`.
-    """
+    """To Llama's names. Rows of several names follow each other, sometimes head by head."""
     is_fused_by_kv_head: bool = False
     """Rows of each key-value head: its queries, key and value (GPT-NeoX's order). In a delta net, rows of each key
     head: all its parts.
@@ -65,15 +61,13 @@ class WeightNames:
     transposed_modules: tuple[str, ...] = ()
     """Weights are [in, out]."""
     has_interleaved_rope: bool = False
-    """RoPE pairs neighbors instead of halves."""
     unused_tensors: tuple[str, ...] = ()
     position_offset: int = 0
     """Unused first rows of the position table."""
     stacked_experts: StackedExperts | None = None
-    """None: each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
-        """Except for fused tensors, GGUF tensors have Llama's names."""
+        """GGUF tensors have Llama's names, except fused ones."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
             f"mamba.{name.rpartition('.')[2]}": own
@@ -95,7 +89,7 @@ class WeightNames:
         return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
     def module_in_checkpoint(self, name: str) -> str:
-        """May return the fused module that contains the linear."""
+        """May be a fused module."""
         if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
         for stored, modules in self.layer_modules.items():
@@ -105,8 +99,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """Return the order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if they have it
-    already. In both halves, unrotated elements follow the rotated ones.
+    """The order of a stored head's elements in which RoPE pairs i with i + head_dim / 2, if it differs. In both halves,
+    unrotated elements follow the rotated ones.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

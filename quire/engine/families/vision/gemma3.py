@@ -22,10 +22,7 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3VisionSpec(VisionSpec):
-    """Pools averages and projects without bias. Image tokens attend to each other."""
-
     square_side: int
-    """In pixels."""
     tokens_per_image: int
     begin_token_id: int
     """Chat templates write only this token."""
@@ -51,7 +48,6 @@ class Gemma3VisionSpec(VisionSpec):
 
 
 def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     side, outer = config.image_size(224), config.model_fields
     sizes = config.preprocessor_size()

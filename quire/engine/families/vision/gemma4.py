@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _LOW_DETAIL_TOKENS = 70
-"""Maximum with `detail: "low"`."""
 _MAX_TOKENS = 4096
 _ZERO_MEAN, _UNIT_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
@@ -37,11 +36,9 @@ class Gemma4VisionSpec(VisionSpec):
     """A token averages this many patches per side."""
     max_tokens: int
     position_table_size: int
-    """Rows, for columns and rows of patches alike."""
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool
-    """Tokens are shifted and scaled before projection."""
     begin_token_id: int
     end_token_id: int
     has_bidirectional_images: bool
@@ -83,7 +80,6 @@ class Gemma4VisionSpec(VisionSpec):
 
 
 def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
-    """Raises ModelError."""
     tower, preprocessor = config.tower, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     head_dim, kv_heads = tower.get("head_dim") or 64, tower.get("num_key_value_heads") or 12
@@ -124,7 +120,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
 class PooledLayout(ImageLayout):
     vision: Gemma4VisionSpec
     columns: int
-    """In tokens, like `rows`."""
+    """Counts tokens, like `rows`."""
     rows: int
 
     @property
@@ -148,7 +144,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
+    """(columns, rows) of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

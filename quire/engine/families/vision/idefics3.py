@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MAX_SIDE = 4096
-"""Longest side in pixels."""
 _LANCZOS = 1
 TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 
@@ -32,11 +31,10 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3VisionSpec(VisionSpec):
     image_size: int
-    """Side in pixels that positions were trained for."""
+    """Trained side in pixels."""
     scale_factor: int
     """Patches per side of a token."""
     tile_side: int
-    """In pixels."""
     longest_edge: int
     """In pixels, before tiling."""
     splits_images: bool
@@ -57,7 +55,6 @@ class Idefics3VisionSpec(VisionSpec):
 
 
 def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=3072, layers=12, heads=16, patch=32, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -80,9 +77,7 @@ def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
 class Idefics3Layout(ImageLayout):
     vision: Idefics3VisionSpec
     resized_size: tuple[int, int]
-    """(width, height) after the first resize."""
     tiled_size: tuple[int, int]
-    """(width, height) after the second resize, in whole tiles."""
     rows: int
     """0: one tile."""
     columns: int
@@ -101,7 +96,6 @@ class Idefics3Layout(ImageLayout):
         return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)

@@ -32,7 +32,6 @@ _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVLVisionSpec(VisionSpec):
     square_side: int
-    """In pixels."""
     merge_size: int
     """Patches per side of a token."""
     min_squares: int
@@ -40,7 +39,6 @@ class InternVLVisionSpec(VisionSpec):
     projector_activation: str
     has_qkv_bias: bool
     has_qk_norm: bool
-    """Over all heads together."""
     uses_rms_norm: bool
     has_final_norm: bool
 
@@ -66,7 +64,6 @@ class InternVLVisionSpec(VisionSpec):
 
 
 def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
-    """Raises ModelError."""
     tower = config.tower
     outer = config.model_fields
     preprocessor = config.preprocessor
@@ -115,7 +112,6 @@ class InternVLLayout(ImageLayout):
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Squares by rows, then the whole image."""
         from PIL import Image
 
         side, resample = self.vision.square_side, Image.Resampling(self.vision.resample_filter)
@@ -126,7 +122,6 @@ class InternVLLayout(ImageLayout):
 
 
 def choose_square_grid(width: int, height: int, side: int, min_squares: int, max_squares: int) -> tuple[int, int]:
-    """Return (columns, rows)."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
     return choose_nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
 

@@ -36,17 +36,14 @@ _MAX_TILES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
-    """In pixels."""
     tile_count_range: tuple[int, int]
-    """Minimum and maximum number of tiles of a cut image."""
     token_count_range: tuple[int, int]
-    """Minimum and maximum number of tokens of an uncut image or of a thumbnail."""
+    """Minimum and maximum for an uncut image or a thumbnail."""
     pixel_tolerance: float
     """Images are cut if they have more than this times the pixels of the maximum number of tokens."""
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
-    """Trained positions per side of a square."""
     projector_activation: str
     projector_hidden_size: int
     has_projector_bias: bool
@@ -74,7 +71,6 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
 
 
 def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
-    """Raises ModelError."""
     outer, preprocessor = config.model_fields, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     merge, table = outer.get("downsample_factor") or 2, config.tower.get("num_patches") or 256
@@ -111,7 +107,6 @@ def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
 class Lfm2Layout(ImageLayout):
     vision: Lfm2VisionSpec
     overview_size: tuple[int, int]
-    """(width, height) of the whole image."""
     columns: int
     rows: int
 
@@ -140,7 +135,6 @@ class Lfm2Layout(ImageLayout):
         )
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)
@@ -153,7 +147,7 @@ class Lfm2Layout(ImageLayout):
 
 
 def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return (width, height), multiples of `unit`."""
+    """(width, height), multiples of `unit`."""
     high, wide = (max(unit, round(each / unit) * unit) for each in (height, width))
     if high * wide > max_tokens * unit * unit:
         beta = math.sqrt(height * width / (max_tokens * unit * unit))

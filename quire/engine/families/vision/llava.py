@@ -33,9 +33,8 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""Longest side in pixels of images padded to a square."""
+"""For images that are padded to a square."""
 _MAX_SQUARES = 64
-"""Per image."""
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
@@ -44,15 +43,13 @@ _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_visio
 class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
-    """In pixels."""
     uses_class_token: bool
-    """CLIP's class token, which precedes the patches, becomes a token too."""
+    """CLIP's class token becomes a token too."""
     center_crops: bool
-    """True: resize the shorter side and crop. False: resize both sides."""
+    """Resize the shorter side and crop."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
-    """Unused final layers."""
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
     """(height, width) to resize and pad to; (): images are not cut."""
     max_squares: int | None = None
@@ -60,7 +57,6 @@ class LlavaVisionSpec(VisionSpec):
     cuts_only_single_images: bool = False
     """Several images are each padded to a square instead."""
     has_newline_token: bool = False
-    """Each row ends with a learned token."""
 
     @property
     def patches_per_side(self) -> int:
@@ -107,7 +103,7 @@ class LlavaVisionSpec(VisionSpec):
         return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
     def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
-        """Return (height, width), or None if the image was not cut."""
+        """(height, width), or None if the image was not cut."""
         if content.height == self.square_side or content.original is None:
             return None
         height, width = content.original
@@ -131,7 +127,6 @@ class UnpaddedPatchRegion:
     rows: int
     columns: int
     interpolated_shape: tuple[int, int] | None
-    """(rows, columns)"""
 
     @property
     def shape_after_interpolation(self) -> tuple[int, int]:
@@ -139,7 +134,6 @@ class UnpaddedPatchRegion:
 
 
 def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSpec:
-    """Raises ModelError."""
     if config.tower.get("model_type") == "pixtral":
         return pixtral_vision_spec(config)
     vision = _base_llava_vision_spec(
@@ -153,7 +147,6 @@ def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSp
 
 
 def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
-    """Raises ModelError."""
     pinpoints = (
         config.model_fields.get("image_grid_pinpoints")
         or config.preprocessor.get("image_grid_pinpoints")
@@ -168,7 +161,6 @@ def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
-    """Raises ModelError."""
     vision = _base_llava_vision_spec(config, center_crops=False)
     default = [
         [rows * vision.square_side, columns * vision.square_side] for rows in range(1, 7) for columns in range(1, 7)
@@ -188,7 +180,6 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
-    """Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
         raise config.config_error(f"vision_config: model_type: {name!r} is not served, {', '.join(_TOWER_KINDS)} are")
@@ -220,7 +211,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
 
 
 def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_crops: bool) -> None:
-    """Raise ModelError if images do not become squares."""
+    """Raises ModelError if images do not become squares."""
     sizes, crop = config.preprocessor_size(), config.preprocessor.get("crop_size")
     resized_side = sizes.get("height") or sizes.get("shortest_edge") or side
     cut = resized_side if crop is None else crop if isinstance(crop, int) else crop.get("height") or resized_side
@@ -231,7 +222,6 @@ def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_
 
 
 def _tower_up_to_feature_layer(config: VisionConfig, shape: TowerShape) -> TowerShape:
-    """Raises ModelError."""
     layer = config.model_fields.get("vision_feature_layer")
     layer = -2 if layer is None else layer
     if isinstance(layer, list):
@@ -272,7 +262,6 @@ class SquaresLayout(ImageLayout):
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """All squares in one column, the whole image first."""
         from PIL import Image
 
         vision, side = self.vision, self.vision.square_side
@@ -314,7 +303,7 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """Return the (height, width) that keeps most of the image, then wastes least."""
+    """The (height, width) that keeps most of the image, then wastes least."""
 
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
@@ -325,7 +314,6 @@ def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: in
 
 
 def fit_size_within(width: int, height: int, max_width: int, max_height: int) -> tuple[int, int]:
-    """Return (width, height)."""
     across, down = max_width / width, max_height / height
     if across < down:
         return max_width, min(math.ceil(height * across), max_height)

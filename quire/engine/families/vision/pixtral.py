@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 _BICUBIC = 3
 _MAX_PATCHES_PER_SIDE = 256
 _LOW_DETAIL_EDGE = 512
-"""Longest side in pixels with `detail: "low"`."""
 _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
-    """Merged patches pass a norm and a linear first."""
     longest_edge: int
     """In pixels; larger images are scaled down."""
     rope_theta: float
@@ -69,7 +67,6 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Raises ModelError."""
     return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,
@@ -80,7 +77,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Used as LLaVA's tower. Raises ModelError."""
+    """Some models have LLaVA's tower. Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 
@@ -123,7 +120,6 @@ def _base_pixtral_vision_spec(
 class PixtralLayout(ImageLayout):
     vision: PixtralVisionSpec
     rows: int
-    """In tokens, like `columns`."""
     columns: int
 
     @property

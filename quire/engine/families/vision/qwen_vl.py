@@ -29,29 +29,25 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _MAX_ASPECT_RATIO = 200
-"""Longer side divided by the shorter one."""
 _LOW_DETAIL_TOKENS = 256
-"""Maximum with `detail: "low"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
-    """Video frames per patch; an image is repeated."""
+    """Video frames per patch. Images are repeated."""
     min_pixels: int
     """After resizing, like `max_pixels`."""
     max_pixels: int
     output_size: int
     position_table_size: int = 0
-    """Rows of a square table of positions; 0 without one."""
+    """Rows of a square table; 0: no table."""
     window_side: int = 0
-    """Side of attention windows, in pixels; 0 without windows."""
+    """Pixels per side of attention windows; 0: no windows."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers that do not use windows."""
     deepstack_layers: tuple[int, ...] = ()
-    """Layers whose features are added in the text model's first layers (Meng et al., 2024)."""
+    """The text model's first layers add these layers' features (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
-    """RMSNorm and gated MLPs."""
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -103,7 +99,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
+    """embed_dim is the tower's width, hidden_size the text model's."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
@@ -113,7 +109,6 @@ def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
     vision = _base_qwen_vision_spec(config, shape, config.tower.get("out_hidden_size") or 3584)
@@ -133,7 +128,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Also Qwen3.5's tower, by default without deepstack. Raises ModelError."""
+    """Also serves Qwen3.5's tower, by default without deepstack."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -166,7 +161,6 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
-    """Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
@@ -194,7 +188,6 @@ def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) ->
 class QwenLayout(ImageLayout):
     vision: QwenVisionSpec
     resized_size: tuple[int, int]
-    """(width, height)."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -213,7 +206,7 @@ class QwenLayout(ImageLayout):
 
 
 def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return (width, height), multiples of `multiple`. Raises InvalidImage for narrow images."""
+    """(width, height), multiples of `multiple`. Raises InvalidImage for narrow images."""
     if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         raise InvalidImage(
             f"the image has {width} x {height} pixels; one side may be {_MAX_ASPECT_RATIO} times the other"

@@ -22,8 +22,6 @@ _CONV_WEIGHTS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
 
 
 class KimiDeltaAttention(MatrixStateMixer):
-    """A rank has some heads, and all of what decays and gates are projected through."""
-
     def __init__(self, spec: KimiDeltaAttentionSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, layer, "self_attn")
         shard = build_context.shard
@@ -50,7 +48,6 @@ class KimiDeltaAttention(MatrixStateMixer):
         return table | self._make_parameters(["A_log"], self._slice_decay_rates)
 
     def _slice_decay_rates(self, tensor: Tensor) -> Tensor:
-        """`tensor` [1, 1, heads, 1]."""
         return tensor.narrow(2, self._head_span.start, len(self._head_span))
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:

@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu, 2024), maybe parallel to attention. See kernels/recurrent/state_space.py and short_conv.py."""
+"""Mamba 2 (Dao and Gu, 2024). See kernels/recurrent/state_space.py and short_conv.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Mamba2Mixer(MatrixStateMixer):
 
     @cached_property
     def conv_params(self) -> ShortConv:
-        """Includes channel multipliers, because the convolution is float32. Needs loaded weights."""
+        """Includes channel multipliers, because the convolution is float32."""
         span_multipliers = zip(self._channel_spans, self._spec.multipliers[1:4], strict=True)
         channel_multipliers = torch.cat([torch.full((len(span),), multiplier) for span, multiplier in span_multipliers])
         weight = self._weights[CONV_WEIGHT][:, 0] * channel_multipliers[:, None].to(self._weights[CONV_WEIGHT].device)

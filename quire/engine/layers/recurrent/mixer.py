@@ -29,14 +29,12 @@ class RecurrentMixer(Sublayer):
         name: str,
         parent_module: str | None = None,
     ) -> None:
-        """`name`: below the layer and `parent_module`."""
         self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         layer = layer if parent_module is None else f"{layer}.{parent_module}"
         self._build_context, self._prefix = build_context, f"{layer}.{name}"
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """float32, without linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
@@ -50,7 +48,7 @@ class RecurrentMixer(Sublayer):
     def _project_output(
         self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """`mixed` has all tokens; the result has the selected rows."""
+        """`mixed` has all tokens, the result only the selected rows."""
         context = step.linear_context
         if step.selected_rows is not None:
             mixed = mixed[step.selected_rows]
@@ -73,7 +71,6 @@ class MatrixStateMixer(RecurrentMixer):
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
-        """`tensor` [channels, ...]."""
         kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
@@ -86,7 +83,7 @@ class MatrixStateMixer(RecurrentMixer):
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Convolution inputs, states, and inputs of draft tokens to replay when accepted."""
+        """Convolution inputs, states, and inputs of draft tokens, which are replayed when accepted."""
         shape = self._state_spec
         dtype = self._build_context.dtype
         heads = len(self._head_span)
@@ -110,11 +107,11 @@ class MatrixStateMixer(RecurrentMixer):
 
     @cached_property
     def conv_params(self) -> ShortConv:
-        """Needs loaded weights."""
+        """Requires loaded weights."""
         weight = self._weights[CONV_WEIGHT][:, 0].t().contiguous()
         return ShortConv(weight, self._weights.get(CONV_BIAS), is_gated=False)
 
     @cached_property
     @abstractmethod
     def recurrence_params(self) -> Recurrence:
-        """Needs loaded weights."""
+        """Requires loaded weights."""

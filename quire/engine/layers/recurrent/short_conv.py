@@ -61,5 +61,4 @@ class ShortConvolution(RecurrentMixer):
 
     @cached_property
     def _conv_params(self) -> ShortConv:
-        """Needs loaded weights."""
         return ShortConv(self._weights["conv.weight"][:, 0].t().contiguous(), self._weights.get("conv.bias"))

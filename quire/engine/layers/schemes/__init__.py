@@ -15,8 +15,6 @@ from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """See LoadableParameter."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     early_slice_axes: EarlySliceAxes = "nothing"
@@ -27,7 +25,7 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """Keyed by the name within the linear, such as "weight"."""
+        """By name within the linear."""
 
     @abstractmethod
     def pack_linears(
@@ -47,7 +45,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: also the LM head. `cut` applies to axes not cut on reading."""
+        """`tied`: also used as the LM head. `cut` applies to axes not cut on reading."""
 
 
 class WrappedScheme(QuantizationScheme):
@@ -75,8 +73,6 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
-    """Casts floating-point weights to one dtype."""
-
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype

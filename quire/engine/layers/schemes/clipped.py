@@ -1,4 +1,4 @@
-"""Linears with bounds for inputs and outputs, as in Gemma 4's towers."""
+"""Linears whose inputs and outputs are clamped, as in Gemma 4's towers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class ClippedScheme(WrappedScheme):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuse only neighbors with equal bounds."""
         groups = list[_LinearsWithSameBounds]()
         for name, tensors in linears.items():
             bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()

@@ -21,7 +21,7 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""By code, doubled to be integers."""
+"""By code, doubled to make integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
@@ -34,7 +34,7 @@ class _QuantState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Float8Format(LinearFormat):
-    """e4m3 with scales per tensor, output, group or block; MXFP8's are powers of two per 32 inputs."""
+    """e4m3 with scales per tensor, output, group or block. MXFP8 has a power of two per 32 inputs."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -70,13 +70,13 @@ class Float8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class Float4Format(LinearFormat):
-    """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs; NVFP4 an e4m3 scale per 16 inputs, and a global
-    scale: a factor in ModelOpt's checkpoints, a divisor in compressed-tensors'.
+    """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs. NVFP4 has an e4m3 scale per 16 inputs, and a
+    global scale: a factor in ModelOpt's checkpoints, a divisor in those of compressed-tensors.
     """
 
     weight_format: WeightFormat
     global_scale: TensorSpec | None = None
-    """NVFP4's, of one element."""
+    """For NVFP4: one element."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         codes_name, global_scale_name = _float4_names(self.weight_format)
@@ -102,7 +102,6 @@ class Float4Format(LinearFormat):
 
 
 def _float4_names(weight_format: WeightFormat) -> tuple[str, str]:
-    """Of codes and global scale."""
     return ("weight", "weight_scale_2") if weight_format.is_modelopt else ("weight_packed", "weight_global_scale")
 
 
@@ -122,7 +121,7 @@ def float4_format_from_headers(
 
 
 def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
-    """2 ** (exponent - 128) in float32: halved, because DOUBLED_E2M1_VALUES are doubled."""
+    """2 ** (exponent - 128) in float32: half the scale, because DOUBLED_E2M1_VALUES are doubled."""
     exponents = exponents.int()
     # The two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
@@ -143,12 +142,11 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4: nibbles, high one first, index 16 floats, times absmax per block of flattened weights (maybe in 8-bit
-    codes itself). Dequantized, because no kernel has float tables.
+    """NF4 or FP4. Nibbles, high one first, index 16 floats. absmax, maybe in 8-bit codes, scales each block of
+    flattened weights. Dequantized, because no kernel has float tables.
     """
 
     quant_type: str
-    """nf4 or fp4."""
     extra_specs: dict[str, TensorSpec]
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:

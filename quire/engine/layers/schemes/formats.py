@@ -43,9 +43,7 @@ def make_format_lookup(
     *,
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
-    """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
-    without config.json saying so.
-    """
+    """None: unquantized. `is_extra_layer`: an MTP layer may be unquantized although config.json does not say so."""
     names = sorted(headers)
 
     def read_tensor_specs(linear: str) -> dict[str, TensorSpec]:
@@ -104,6 +102,5 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
 
 
 def _is_stored_unquantized(specs: dict[str, TensorSpec]) -> bool:
-    """True without tensors: a tied head has none."""
     weight = specs.get("weight")
     return not specs or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)

@@ -1,7 +1,7 @@
 """Integers of 2 to 8 bits as grouped weights: GPTQ, AWQ, compressed-tensors.
 
-All mean scale * (code - zero). Grouped weights store scale and offset; float32 holds 11 bits of scale times 8 of code
-exactly.
+All mean scale * (code - zero). Grouped weights store scale and offset. float32 holds the product of 11 bits of scale
+and 8 of code exactly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of a word for each of eight consecutive outputs."""
+"""Nibble in a word of each of eight consecutive outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQFormat(LinearFormat):
-    """Words along inputs; for zero points, along outputs."""
+    """Codes lie along inputs in 32-bit words, zero points along outputs."""
 
     weight_format: WeightFormat
     has_group_index: bool
@@ -52,7 +52,7 @@ class GPTQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class AWQFormat(LinearFormat):
-    """Words along outputs."""
+    """Codes lie along outputs in 32-bit words."""
 
     weight_format: WeightFormat
 
@@ -74,8 +74,8 @@ class AWQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
-    """pack-quantized: words along the inputs hold codes + 2 ** (bits - 1); words along the outputs hold zero points
-    with that offset.
+    """pack-quantized: words along the inputs hold codes + 2 ** (bits - 1), words along the outputs zero points with
+    that offset.
     """
 
     weight_format: WeightFormat
@@ -139,8 +139,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
-    2 ** (bits - 1). Groups shrink if they do not divide the inputs.
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. Groups that
+    do not divide the inputs shrink.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
@@ -164,7 +164,7 @@ def make_grouped_weight(
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """[rows, n] 32-bit words to [rows, codes] uint8; a code may cross words."""
+    """[rows, n] 32-bit words to [rows, codes] uint8. A code may cross words."""
     rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
     if bits == 8:
         return rows
@@ -179,7 +179,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """Inputs by group; None: already sorted. Raises ModelError for unequal groups."""
+    """None: already in order. Raises ModelError for unequal groups."""
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)
@@ -190,7 +190,6 @@ def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Te
 
 
 def broadcast_to_groups(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
-    """Return [out, groups]."""
     outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(outs, groups)

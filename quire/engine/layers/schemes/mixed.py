@@ -15,16 +15,14 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 class LinearFormat(ABC):
     @abstractmethod
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        """Keyed by the name within the linear."""
+        """By name within the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
-        """Dense [out, in] if no format fits. Raises ModelError."""
+        """Dense [out, in] if no backend format fits. Raises ModelError."""
 
 
 class MixedScheme(UnquantizedScheme):
-    """Each linear has its own format; None: unquantized."""
-
     def __init__(
         self,
         backend: Backend,

@@ -1,5 +1,3 @@
-"""Implements --quantization at load."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -24,18 +22,17 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""Weights converted at once, or one output: a float32 copy of all would be twice the tensor."""
+"""A float32 copy of all weights would take twice the tensor's memory."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
 
 class OnlineQuantizedScheme(UnquantizedScheme):
-    """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized:
-    it would be expanded at once.
+    """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized,
+    because it would be expanded at once.
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """`dtype`: of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -43,7 +40,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
         stored = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
-        # Scales cover all inputs: they must not depend on the number of ranks.
+        # Scales cover all inputs, so that they do not depend on the number of ranks.
         return stored | {"weight": replace(stored["weight"], early_slice_axes="outputs")}
 
     def pack_linears(
@@ -66,8 +63,6 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Quantizes a floating-point embedding and head; the wrapped scheme does the rest."""
-
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)
         self._backend = backend
@@ -105,7 +100,7 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
-    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); otherwise int8."""
+    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); int8 if inputs are not a multiple of 32."""
     outs, inner = weight.shape
     if inner % GROUP_SIZE:
         return quantize_int8(weight)

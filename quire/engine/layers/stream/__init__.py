@@ -1,1 +1,0 @@
-"""Sublayers that do more to the residual stream than add to it."""

@@ -39,7 +39,6 @@ class LayerScalar(Sublayer):
 
     @cached_property
     def _scalar(self) -> float:
-        """Needs loaded weights."""
         return self._weights[self._scalar_name].item()
 
     def forward(

@@ -62,8 +62,6 @@ class PerLayerInputs:
 
 
 class PerLayerInputGate(Sublayer):
-    """Replicated: it is small."""
-
     def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
         self._first_column = spec.size_per_layer * spec.layer_index
         shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)

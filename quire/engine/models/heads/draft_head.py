@@ -1,6 +1,4 @@
-"""A draft head keeps a state per position, made of the model's hidden states, and predicts from it the token after
-next.
-"""
+"""A draft head computes a state per position from the model's hidden states, and predicts the token after next."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
-    """The decoder's sizes and dtypes, whole on every rank."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
@@ -28,14 +25,12 @@ class DraftHead(ABC):
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
-    """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
-    """None: unlimited."""
     block_bytes_formula: str = "0"
 
     @property
     def reads_all_tokens(self) -> bool:
-        """False: only tokens before a sampled one."""
+        """If False, it reads only tokens before a sampled one."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
@@ -43,7 +38,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Keyed by checkpoint name."""
+        """By checkpoint name."""
 
     @abstractmethod
     def compute_states(
@@ -54,7 +49,7 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """At T tokens. `metadata` is None unless `reads_all_tokens`."""
+        """For T tokens. `metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(

@@ -19,14 +19,12 @@ from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30
-"""Logit of tokens outside the draft vocabulary."""
 
 
 class EagleHead(TransformerHead):
-    """No norm before the first attention or at the end."""
+    """Has no norms before the first attention and at the end. Uses the decoder's embedding and head."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and head."""
         super().__init__(spec, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
         self._fc = self._outer_shapes.make_linear([EAGLE_FC])
@@ -45,12 +43,11 @@ class EagleHead(TransformerHead):
 
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and its own head."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)
         self._token_ids: Tensor | None = None
-        """[draft vocabulary] int64 decoder ids; None: the same ids."""
+        """[draft vocabulary] int64 decoder ids; None: equal ids."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
@@ -77,7 +74,7 @@ class Eagle3Head(EagleHead):
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
-        # Finite: a request may allow no draft token, but something must be sampled.
+        # Finite, as a request may allow no draft token, but something must be sampled.
         logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
         return logits.index_copy_(1, self._token_ids, draft_logits)
 

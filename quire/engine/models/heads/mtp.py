@@ -24,7 +24,6 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 class MTPHead(TransformerHead):
     def __init__(self, spec: MTPSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """Uses the decoder's embedding and head."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), spec.norm)
         self._eh_proj = self._outer_shapes.make_linear([EH_PROJ])

@@ -20,12 +20,9 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 
 class TransformerHead(DraftHead):
-    """Uses the decoder's LM head by default."""
-
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """The layers have the decoder's sizes and dtypes, whole on every rank."""
         self.device = decoder.device
         build_context = draft_build_context(scheme, decoder, backend)
         self._layers = [
@@ -72,7 +69,7 @@ class TransformerHead(DraftHead):
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
         """(output, residual stream), not yet added, for x [T, hidden]. Stores all T tokens' keys and values. Adapters
-        apply to the decoder alone.
+        apply only to the decoder.
         """
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (
@@ -101,7 +98,6 @@ class TransformerHead(DraftHead):
         return x, residual
 
     def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
-        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
             shape = self._decoder.spec.hidden_size, self._decoder.dtype

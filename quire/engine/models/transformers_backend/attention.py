@@ -33,7 +33,6 @@ class PagedAttentionFunction:
         self._num_calls = 0
 
     def bind_step(self, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]) -> None:
-        """Call before each step."""
         self._metadata = metadata
         self._kv_cache = kv_cache
         self._num_calls = 0
@@ -47,7 +46,6 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
-        """[T]."""
         assert self._metadata is not None
         return self._metadata.positions
 

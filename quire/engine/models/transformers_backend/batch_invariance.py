@@ -1,7 +1,7 @@
 """Makes elementwise functions independent of other rows.
 
 On CPUs, PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits
-large tensors among threads at any element. So rows are padded to whole vectors, in chunks for one thread.
+large tensors among threads at any element. Rows are therefore padded to whole vectors, in chunks for one thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class BatchInvariantOps(TorchFunctionMode):
 
     @staticmethod
     def _padded_softmax(func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Pads the last axis with -inf."""
         dim = kwargs.get("dim", args[0] if args else None)
         num_padding = -x.shape[-1] % _VECTOR_SIZE
         if dim not in (-1, x.ndim - 1) or not num_padding or not x.is_floating_point():
@@ -76,7 +75,6 @@ class BatchInvariantOps(TorchFunctionMode):
         return func(F.pad(x, (0, num_padding), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _run_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """None if the backend has no kernel."""
         if self._backend.unsupported_reason(rows.device, rows.dtype, 2) is not None or rows.shape[1] % _VECTOR_SIZE:
             return None
         if func is F.silu:

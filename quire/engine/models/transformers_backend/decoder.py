@@ -48,16 +48,12 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 class _BodyOutput(BaseModelOutputWithPast):
-    """Other fields are None."""
-
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
 
 
 class _BodyStub(nn.Module):
-    """Replaces the body while the head computes logits."""
-
     hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +64,9 @@ class TransformersDecoder(Decoder):
     """Fill it through `parameters()`, then call `ready` before use."""
 
     reduces_results = True
-    """False while one rank computes alone; results are then meaningless."""
+    """False while one rank computes alone. Its results then mean nothing."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """Builds all layers: check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -108,7 +103,7 @@ class TransformersDecoder(Decoder):
         return dict(self._table)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Sets buffers, which not all checkpoints hold."""
+        """Sets buffers, which not all checkpoints have."""
         for name, tensor in self._conversion.convert_weights(stream):
             own = name.rpartition(".")[2]
             if (module := self._buffer_modules.get(name)) is not None:
@@ -147,7 +142,6 @@ class TransformersDecoder(Decoder):
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """The class gathers logits itself."""
         logits = self.compute_logits(hidden, context)
         best, group = self.argmax(logits), self.shard.group
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
@@ -214,7 +208,7 @@ class TransformersDecoder(Decoder):
         if name.endswith(ROUTERS) and weight_spec is not None and weight_spec.dtype == self.dtype:
             scheme = UnquantizedScheme(
                 self._module_context.backend, self.dtype
-            )  # routers are never quantized: their choices would change
+            )  # routers are never quantized, as their choices would change
         adapters = self.adapters if name in (self._spec.lora_target_sizes or ()) else None
         cut = self._tensor_parallel_plan.linear_slice(name, module, self.shard)
         fused = FusedLinear(

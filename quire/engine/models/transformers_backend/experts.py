@@ -1,4 +1,4 @@
-"""Each expert computes its rows alone, and a token's experts are summed in order: results do not depend on other
+"""Each expert computes its rows alone, and a token's experts are summed in order, so results do not depend on other
 tokens.
 """
 
@@ -17,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
 class QuireExperts:
-    """Takes gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
+    """For gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
 
     def __init__(
         self,
@@ -28,7 +28,6 @@ class QuireExperts:
         shard: ModelShard = UNSHARDED,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`reduce`: sums the ranks' results."""
         self._module: Any = module
         self._shard, self._reduce = shard, reduce
         self._name = name
@@ -47,7 +46,6 @@ class QuireExperts:
         return int(module.down_proj.shape[1 if module.is_transposed else 2])
 
     def take_parameters_from_module(self) -> ParameterTable:
-        """Deletes them from the module."""
         table: ParameterTable = {}
         for linear in (self._input_linear, "down_proj"):
             names = [linear, *([f"{linear}_bias"] if self._module.has_bias else [])]

@@ -41,7 +41,6 @@ ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def register_interfaces() -> None:
-    """Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _run_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _make_probe_mask)
     ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, _run_experts)
@@ -70,7 +69,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """On meta devices, a mask with its function; elsewhere None, because paged attention needs no mask."""
+    """On meta devices, a mask with its function. Elsewhere None, because paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

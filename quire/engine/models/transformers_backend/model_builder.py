@@ -47,7 +47,6 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
 
 
 def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """Finds a text part by architecture."""
     kind, architectures = str(config_fields["model_type"]), config_fields.get("architectures") or ()
     config = CONFIG_MAPPING[kind]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -60,7 +59,6 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
 
 
 def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Raises ModelError if there is no body."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
     for body in candidates:
@@ -83,5 +81,5 @@ def _make_attention_interface_error(model_class: type) -> ModelError:
 
 
 def describe_exception(error: Exception) -> str:
-    """The first line often lacks the reason."""
+    """In one line, because the first line often lacks the reason."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

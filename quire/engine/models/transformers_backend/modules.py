@@ -1,5 +1,5 @@
-"""Quire's linears and norms in place of a class's. Norms are compared by numbers: families use one name for different
-arithmetic.
+"""Quire's linears and norms in place of a class's. Norms are compared by their results, because families use one name
+for different arithmetic.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context`: of the step's tokens. With adapters, rows are tokens."""
+        """`context` describes the step's tokens."""
         super().__init__()
         self._packed = linear
         self._context = context
         self._reduce = reduce
         self.out_features, self.in_features = cut.sliced_sizes(module.out_features, module.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
-        """Empty: classes read a weight's dtype and device."""
+        """Classes read only its dtype and device."""
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,6 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """Empty, like QuireLinear's."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +71,6 @@ class QuireNorm(nn.Module):
 
 
 def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -> QuireNorm | None:
-    """None unless it is the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
@@ -91,7 +89,7 @@ def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -
 
 
 def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
-    """Test x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+    """True if it is x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_TRIAL_ROWS, size), generator=generator) * eps**0.5
     trial: Any = copy.deepcopy(module)
@@ -123,7 +121,7 @@ def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class BatchInvariantModule(ModuleProxy):
-    """A module with its own matrix, such as a router. Makes rows independent."""
+    """Makes rows independent in a module with its own matrix, such as a router."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
@@ -141,13 +139,12 @@ def has_custom_matmul(module: nn.Module) -> bool:
 
 
 class _PackedMatmulMode(TorchFunctionMode):
-    """F.linear with the module's own matrix runs Quire's kernel, in any dtype."""
+    """Runs Quire's kernel for F.linear with the module's own matrix, in any dtype."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """Keyed by dtype; each linear with the parameter that was packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
@@ -157,7 +154,6 @@ class _PackedMatmulMode(TorchFunctionMode):
         return rows if bias is None else rows + bias
 
     def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
-        """None for other matrices or unsupported dtypes."""
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:
             return None
@@ -170,7 +166,7 @@ class _PackedMatmulMode(TorchFunctionMode):
 
 
 def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
-    """Matrices that PyTorch still multiplies: rows may depend on others."""
+    """Matrices that PyTorch still multiplies, where rows may depend on others."""
     names = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]

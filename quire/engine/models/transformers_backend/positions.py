@@ -21,12 +21,11 @@ class ModuleProxy(nn.Module):
 
 
 class CachedRotary(ModuleProxy):
-    """Computes all positions once: a token's values must not depend on its neighbors, and scaling must assume one
+    """Computes all positions once. A token's values must not depend on its neighbors, and scaling must assume one
     context length.
     """
 
     def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
-        """`context`: the length that scaling assumes."""
         super().__init__(module)
         self._positions, self._context = num_positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}

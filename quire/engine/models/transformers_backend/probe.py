@@ -1,4 +1,6 @@
-"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot do."""
+"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot
+compute.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,6 @@ from quire.engine.models.transformers_backend.model_builder import find_body_and
 from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
-"""The class applies norms."""
 _PROBE_TOKENS = 7
 _MAX_MASK_LEN = 1 << 20
 """Windows are shorter, and longer masks would take memory."""
@@ -68,10 +69,7 @@ _IGNORED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class TransformersAttentionSpec(AttentionLayerSpec):
-    """One attention call of a class."""
-
     value_dim: int = 0
-    """Values are zero-padded to `head_dim`."""
 
 
 class _TransformersAttention(PagedKVSublayer):
@@ -201,7 +199,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Yield a dict by module name: True if the module's rows are always the tokens."""
+    """By module name: whether the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -217,7 +215,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """Makes nonzero find nothing on meta tensors, such as experts of tokens; attention does not depend on it."""
+    """In meta tensors, nonzero finds nothing. Attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -238,7 +236,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """Zeros replace other inputs of a mask: padding, images, packed sequences."""
+    """Replaces a mask's other inputs by zeros: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:
@@ -248,7 +246,6 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """For tokens [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}
@@ -267,7 +264,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
-    """Raise ModelError unless each hidden state gives one row of logits."""
+    """Raises ModelError unless each hidden state gives one row of logits."""
     (_, body), name = find_body_and_name(model), type(model).__name__
     hidden_states: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, args, output: hidden_states.append(output[0]))

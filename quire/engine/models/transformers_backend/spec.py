@@ -32,7 +32,6 @@ class TransformersSpec(DecoderSpec):
     transformers_class: str = ""
     rope_context: int | None = None
     max_len: int = 0
-    """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
     """The class may use weights of other modules without calling them."""
 
@@ -41,7 +40,6 @@ class TransformersSpec(DecoderSpec):
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
     def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
-        """Raises ModelError if it cannot be sharded."""
         if shard.world_size == 1:
             return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
@@ -80,7 +78,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
 
 
 def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
-    """(in, out) of linears that multiply each token once, without routers."""
+    """(in, out) of linears that multiply each token once, except routers."""
     sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):

@@ -1,6 +1,4 @@
-"""Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
-Everything else is replicated, and so is a linear whose output the plan gathers at once.
-"""
+"""Tensor parallelism by a class's own plan (base_model_tp_plan)."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
-    """Raises ModelError, with the reason, if the model cannot be sharded."""
+    """Raises ModelError with the reason."""
     body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
@@ -130,5 +128,4 @@ def probe_sharded_attention(
 
 
 def _replace_indices_with_wildcard(name: str) -> str:
-    """Plans use one such name for the modules of all layers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

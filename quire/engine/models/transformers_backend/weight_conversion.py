@@ -1,4 +1,4 @@
-"""Converts tensors by transformers' rules, which may join experts or split linears. Parts wait for the others."""
+"""Converts tensors by transformers' rules, which may join experts or split linears."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class _PendingConversion:
 
 
 class _OriginalModel:
-    """Looks up parameters as before modules were replaced."""
-
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         self._model, self._state = model, state
 

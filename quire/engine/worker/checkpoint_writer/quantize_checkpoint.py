@@ -30,20 +30,18 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
-"""Weights of layers; the two-dimensional ones are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
-"""Routers stay unquantized."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""Stay unquantized: Quire does not serve them."""
+"""These stay unquantized, because Quire does not serve them otherwise."""
 
 
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Return a summary for people. Holds one tensor and its result at a time. Calls `make_smoothing` once files are
-    known to be writable. Raises ModelError and OSError, and then removes `out`.
+    """Return a summary for people. Holds one tensor and its result at a time. Raises ModelError and OSError, and then
+    removes `out`.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -116,7 +114,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """Names the head even if tied: other programs have it."""
+    """Includes a tied head, because other programs have it."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)

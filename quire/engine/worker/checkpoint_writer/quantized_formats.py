@@ -14,18 +14,18 @@ from quire.kernels.backend import Backend
 from quire.kernels.int4_fit import GROUP_SIZE
 
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
-"""safetensors dtype and shape."""
+"""By name: safetensors dtype and shape."""
 
 
 class QuantizedFormat(ABC):
     format_name: str
     weights_config: dict[str, Any]
     activations_config: dict[str, Any] | None = None
-    """Read by other programs only."""
+    """Only other programs read it."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:
-        """None if the linear cannot be stored so."""
+        """None if the format cannot store the linear."""
 
     @abstractmethod
     def quantize_weight(self, weight: Tensor) -> dict[str, Tensor]:
@@ -45,10 +45,7 @@ class QuantizedFormat(ABC):
 
 
 class ChannelFormat(QuantizedFormat):
-    """8 bits with a scale per output."""
-
     def __init__(self, kind: str) -> None:
-        """`kind`: int or float."""
         self._kind = kind
         self.format_name = f"{kind}-quantized"
         common = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -65,7 +62,7 @@ class ChannelFormat(QuantizedFormat):
 
 
 class Int4GroupFormat(QuantizedFormat):
-    """4 bits with scale and zero point per 32 inputs. Offsets, as in --quantization, fit better, but compressed-tensors
+    """4 bits with scale and zero point per 32 inputs. The offsets of --quantization fit better, but compressed-tensors
     has none.
     """
 

@@ -17,14 +17,13 @@ DTYPE_BYTES = {
 
 
 class SafetensorsFileWriter:
-    """A context manager. Tensors may come in any order. Raises OSError."""
+    """A context manager. Each tensor is written once, in any order. Raises OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """`tensors`: safetensors dtype and shape."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}
-        # Widest dtype first: mapped tensors must be aligned to it.
+        # Widest dtype first, because mapped tensors must be aligned to it.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1][0]]):
             size = math.prod(shape) * DTYPE_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
@@ -45,7 +44,6 @@ class SafetensorsFileWriter:
         assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Call it once per tensor."""
         at, size = self._unwritten.pop(name)
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         assert data.nbytes == size, name

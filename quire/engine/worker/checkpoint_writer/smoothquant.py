@@ -1,6 +1,6 @@
-"""SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others and use up the 8
-bits. Each is divided by a factor, folded into the norm, and its weights are multiplied by it: max|input|^a /
-max|weight|^(1 - a).
+"""SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others. Each input is
+divided by a factor, which becomes part of the norm, and its weights are multiplied by it: max|input|^a / max|weight|^(1
+- a).
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 @dataclass(frozen=True, slots=True)
 class ActivationRange:
-    """A norm that only linears read."""
-
     norm: str
     offset: float
-    """Added to the norm's weights."""
+    """This is added to the norm's weights."""
     linears: tuple[str, ...]
     max_abs: Tensor
     """[in] float32: largest absolute inputs."""
@@ -67,7 +65,6 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
 
 
 def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
-    """Norms that only linears read."""
     norms = dict[str, SmoothableNorm]()
     for part in layer:
         for each in part.smoothable_norms():
@@ -83,8 +80,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors`: float32 [in]; linears' weights are multiplied by it, norms' biases divided. `norms`: the norms'
-        new float32 weights.
+        """`factors`: float32 [in], which multiply linears' weights and divide norms' biases. `norms`: the norms' new
+        float32 weights.
         """
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
@@ -106,8 +103,8 @@ class Smoothing:
             factor_wanted = each.max_abs**strength / heaviest ** (1 - strength)
             usable = (each.max_abs > 0) & (heaviest > 0) & factor_wanted.isfinite() & (factor_wanted > 0)
             norm_gain = norm_weights[each.norm] + each.offset
-            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result: norm and linears
-            # must agree to the last bit.
+            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result, because norm and
+            # linears must agree to the last bit.
             divided = (norm_gain / torch.where(usable, factor_wanted, 1.0) - each.offset).bfloat16().float()
             factor = norm_gain / (divided + each.offset)
             usable &= factor.isfinite() & (factor > 0)
@@ -133,7 +130,6 @@ class Smoothing:
 
 
 def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """float32 norm vectors [n], and column maxima of absolute weights."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_module_weights(path):
         for own in arrangement.map_module_name(name):
@@ -145,7 +141,6 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
 
 
 def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")
         if kind == "weight" and tensor.is_floating_point():

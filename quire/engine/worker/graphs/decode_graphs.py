@@ -1,9 +1,8 @@
-"""CUDA graphs of decode steps: one launch for a few hundred kernels, so the GPU never waits for Python.
+"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph records addresses, so a decode step is a function of one static tensor (slots, positions); all else has fixed
-device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows.
-
-All graphs of a size share buffers. Further graphs sample greedily, and run draft heads once tokens are stored.
+A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions). Padding rows
+use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All graphs of a size share buffers. Further
+graphs sample greedily, and run draft heads once tokens are stored.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Rows; captured up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context: a single graph
-would be slow for short contexts.
+"""In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so one graph
+for all contexts would be slow for short ones.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read changing
-host data.
+"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read host data
+that changes.
 """
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows, hidden states) to tokens [B] int64, also stored in slots, or to [..., B]."""
+"""(rows, hidden states) to tokens [B] int64, which are also stored in slots, or to [..., B]."""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""(rows, hidden states, max blocks) to [B, ...], once tokens are stored."""
+"""(rows, hidden states, max blocks) to [B, ...]. Runs once tokens are stored."""
 MAX_SAMPLE_ROWS = 64
 """More logits take much memory, and launching no longer dominates."""
 
@@ -47,12 +45,10 @@ MAX_SAMPLE_ROWS = 64
 class StepFunctions:
     decode: DecodeFunction
     sample: SampleFunction | None = None
-    """Greedy."""
     run_draft_heads: HeadFunction | None = None
 
 
 _GraphKey = tuple[int, int | None, int]
-"""Rows, max blocks (None: sampling), row parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +58,12 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Rows per graph, up to the first size with a row per slot."""
+    """Up to the first size with a row per slot."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Blocks of each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -87,25 +82,23 @@ class DecodeGraphs:
         adapters: bool = False,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily."""
         self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """Keyed by rows and blocks; captured with the first decode graph of that key."""
+        """Captured with the first decode graph of that key."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
-        """3 with adapter slots."""
         self._sample_sizes = (
             [] if functions.sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
         )
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """True if every token is sampled. Draft tokens are rows: each layer stores all keys and values before it
-        attends.
+        """True if every token is sampled. Draft tokens are rows, because each layer stores all keys and values before
+        it attends.
         """
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows
@@ -117,7 +110,7 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def run_decode(self, slots: np.ndarray, contexts: np.ndarray, *, all_greedy: bool = False) -> GraphOutputs:
-        """`slots`, `contexts` [R] int64; a context includes the row's token."""
+        """`slots`, `contexts` [R] int64. A context includes the row's token."""
         count, max_blocks = len(slots), -(-int(contexts.max()) // self._input_batch.block_size)
         size = next(size for size in self._sizes if size >= count)
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
@@ -148,7 +141,6 @@ class DecodeGraphs:
         )
 
     def capture_next(self) -> bool:
-        """False if none is left. Large sizes come first: smaller ones reuse their pool memory."""
         for key in self._graph_keys():
             if key not in self.graph_set:
                 self._get_or_capture_graph(key)

@@ -1,5 +1,5 @@
 """CUDA graphs of drafting. A draft token takes one upload and two graphs: one samples and stores the token, the other
-advances the state. States stay on the device by slot. Non-greedy sampling is eager.
+advances the state. Sampling that is not greedy is eager.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
-"""(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, also
-stored. Restricted like a DecodeFunction.
+"""(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, which are
+also stored.
 """
 AdvanceFunction = Callable[[Tensor, int], Tensor]
-"""(rows, max blocks) to states [B, hidden], also stored."""
+"""(rows, max blocks) to states [B, hidden], which are also stored."""
 
 
 class _GraphKey(NamedTuple):
     size: int
     max_blocks: int | None
-    """None: sampling."""
     draft_index: int = 0
     """0 unless samplers differ."""
 
@@ -44,7 +43,7 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """Captures lazily. `advance` None: all drafts come from one state. `num_samplers`: draft indices with their own
+        """`advance`: None if all drafts come from one state. `num_samplers`: draft indices that have their own
         samplers.
         """
         self._sample = sample
@@ -81,7 +80,6 @@ class DraftHeadGraphs:
         )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """Advances the uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:
@@ -90,7 +88,6 @@ class DraftHeadGraphs:
             self._run_graph_function(key, self._row_buffers[size][:, :count])
 
     def capture_next(self) -> bool:
-        """False if none is left."""
         missing = next((kind for kind in self._graph_keys() if kind not in self.graph_set), None)
         if missing is not None:
             self._get_or_capture_graph(missing)

@@ -32,7 +32,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """The next step overwrites them."""
+    """The next step overwrites these tensors."""
 
     sample_hidden: Tensor  # [R, width]
     all_hidden: Tensor | None  # [T, width] in batch order; None if not needed
@@ -43,18 +43,17 @@ class GraphOutputs:
 
 
 class GraphSet(Generic[GraphKey]):
-    """Ranks capture in the same order, and use no graph that failed on one of them: a rank that replays and one that
-    runs eagerly might wait for each other's collectives.
+    """Ranks capture in the same order, and use no graph that failed on one of them. Otherwise ranks might wait for each
+    other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture the same graphs; None: only this one."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """PyTorch would free the pool with its last graph."""
+        """Kept, because PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
         self._num_rows: dict[GraphKey, int] = {}
 
@@ -63,8 +62,8 @@ class GraphSet(Generic[GraphKey]):
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Does not retry failures: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
-        ranks may hang.
+        """Does not retry failures, because memory stays short and an attempt takes a step's time. Raises ConfigError if
+        other ranks may hang.
         """
         assert key not in self
         captured = None
@@ -98,7 +97,6 @@ class GraphSet(Generic[GraphKey]):
             self.graphs[key] = CapturedGraph(*captured)
 
     def failure_notes(self, template: str) -> list[str]:
-        """`template` has a place for row counts."""
         failure_texts = []
         for reason in dict.fromkeys(self.eager_reasons.values()):
             sizes = sorted({self._num_rows[kind] for kind, why in self.eager_reasons.items() if why == reason})
@@ -107,13 +105,12 @@ class GraphSet(Generic[GraphKey]):
 
 
 class CudaGraphCapture:
-    """Graphs share a pool: no two run at once."""
+    """Graphs share a pool, so no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
     """Kept, because PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
-        """`allocator`: PyTorch's private functions."""
         self._allocator = allocator
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -139,7 +136,7 @@ class CudaGraphCapture:
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several
-        streams would never be freed, and nothing else could be captured into the pool.
+        streams would then never be freed, and nothing else could be captured into the pool.
         """
         device = self._stream.device_index
         with suppress(Exception):  # ended properly or never began

@@ -11,7 +11,6 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.prefill_decode_split import join_metadata
 
 ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
-"""See DraftHeadRunner.compute_states."""
 
 
 class GraphableSteps:
@@ -25,7 +24,7 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
-        """`aux_layers`: layers that draft heads read. `compute_head_states` runs after sampling."""
+        """`compute_head_states` runs after sampling."""
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots
@@ -40,7 +39,7 @@ class GraphableSteps:
         return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
     def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
-        """`num_decodes` rows, then chunks."""
+        """The batch has `num_decodes` rows, then chunks."""
         return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
     def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
@@ -77,6 +76,5 @@ class GraphableSteps:
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)
 
     def split_hidden(self, side_by_side: Tensor) -> list[Tensor]:
-        """Hidden states, then auxiliary ones."""
         count = 1 + len(self._aux_layers)
         return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

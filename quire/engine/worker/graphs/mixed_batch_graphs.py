@@ -3,12 +3,12 @@
 A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding is valid: decodes of the scratch
 slot, and sequences of it that take all remaining tokens. So no sequence is empty and every token has a sequence, as
 some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the
-maximal length (kernels/gpu/prefill_decode_split.py).
+maximum length (kernels/gpu/prefill_decode_split.py).
 
-vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
-attention from the host is most of a small step's cost.
+vLLM has a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
+attention from the host takes most of a small step's time.
 
-A key is captured in an idle moment after a step first asks for it, or when a step asks again, up to MAX_MIXED_GRAPHS.
+A key is captured in an idle moment after a step first asks for it, or when a step asks again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class MixedGraphKey(NamedTuple):
     num_prefill_tokens: int
     max_blocks: int
     row_parts: int
-    """3 with adapters, otherwise 2."""
 
     @property
     def num_total_rows(self) -> int:
@@ -60,7 +59,7 @@ class GraphPlan:
     scheduler_output: SchedulerOutput
     key: MixedGraphKey
     is_decode: np.ndarray
-    """[rows] bool; drafts count as decodes."""
+    """Drafts count as decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily. Batches and failures alone decide what is captured, so all ranks agree."""
+        """Only batches and failures decide what is captured, so all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -93,7 +92,6 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """In order: graphs for a single prompt, then those that steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
@@ -171,7 +169,6 @@ class MixedBatchGraphs:
         )
 
     def capture_next(self) -> bool:
-        """False if none is wanted."""
         for key in self._wanted_keys:
             if key not in self.graph_set and not self._is_full:
                 self._capture_graph(key)
@@ -179,7 +176,6 @@ class MixedBatchGraphs:
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
-        """Computes scratch rows only."""
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(
@@ -218,7 +214,6 @@ class MixedBatchGraphs:
         return inputs
 
     def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, sample indices, and indices of all tokens in batch order."""
         key = graph_plan.key
         rows = graph_plan.scheduler_output.scheduled_requests
         is_chunk = ~graph_plan.is_decode

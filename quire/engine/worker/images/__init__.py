@@ -1,1 +1,0 @@
-"""Images on the device."""

@@ -17,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Salt and digest: tenants with other salts cannot tell by timing that an image is cached."""
+"""(salt, digest). Tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:
@@ -28,7 +28,6 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
-        """None until done."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -51,17 +50,13 @@ class ImageEncoderCache:
         self.max_bytes = max_bytes
         """The last image is always kept."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
-        """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """Keyed by slot; several slots may share one."""
         self.num_encoded = 0
-        """Images, or parts of images."""
 
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
-        """Encodes whole images of one size together."""
         if self._tower is None:
             return
         for slot in (*scheduler_output.freed_slots, *(each.slot for each in scheduler_output.new_requests)):
@@ -113,7 +108,6 @@ class ImageEncoderCache:
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
-        """[rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings
@@ -140,7 +134,6 @@ class ImageEncoderCache:
         return features
 
     def _store_features(self, key: CacheKey, features: Tensor) -> None:
-        """Evicts other images only."""
         self.num_encoded += 1
         self._cache[key] = features
         self._cached_bytes += features.nbytes
@@ -150,7 +143,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """The part with the most patches of a black square of `side` pixels."""
+    """Returns the part with the most patches."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

@@ -12,12 +12,10 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 
 class ImagePositions:
-    """Adds images to a step's attention metadata."""
-
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
-        """Rotary positions of tokens after an image differ from their own."""
+        """Tokens after an image have rotary positions that differ from their own."""
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
 
     def has_rows_before_last_image_end(
@@ -62,7 +60,6 @@ class ImagePositions:
         )
 
     def rope_offset(self, new_request: NewRequestData) -> int:
-        """Added to positions after the last image."""
         table = self._coordinate_table(new_request)
         return int(table[-1].max()) + 1 - len(table) if len(table) else 0
 
@@ -124,7 +121,7 @@ class ImagePositions:
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
-    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without M-RoPE. Text continues after the
+    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without mRoPE. Text continues after the
     largest coordinate (Wang et al., 2024).
     """
     contents = {each.digest: each for each in new_request.images}

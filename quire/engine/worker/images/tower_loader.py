@@ -29,8 +29,8 @@ from quire.kernels.probes.encoder_probe import EncoderProbe
 _MAX_SIDE_PIXELS = 5000
 """Decoding allows no larger square."""
 _NUMBERS_PER_PATCH = 20
-"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values. Keys and values
-are also in KV blocks, with room for four windows, which flash-attn needs.
+"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys, values, and KV blocks. The
+blocks have room for four windows, as flash-attn needs.
 """
 
 
@@ -39,7 +39,7 @@ class LoadedTower(NamedTuple):
     text_only_reason: str = ""
     weight_bytes: int = 0
     encoding_bytes: int = 0
-    """A GPU's peak."""
+    """A GPU's peak memory."""
 
 
 def load_tower(
@@ -126,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Only for devices other than CPUs."""
+    """Call only for devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)
@@ -136,7 +136,6 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
-    """None: images are served."""
     device = chosen.device
     if (
         device.type != "cpu"

@@ -1,1 +1,0 @@
-"""Compiles Triton kernel variants before the first step."""

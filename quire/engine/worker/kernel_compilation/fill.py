@@ -33,9 +33,9 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""Block sizes for Triton, flash-attn 4, and other backends."""
+"""These are for Triton, flash-attn 4, and other backends."""
 _CONTEXT_TOKENS = 8192
-"""Longer ones add no variants."""
+"""Longer contexts add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30
 _META_DEVICE = torch.device("meta")
 
@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """bfloat16, on meta tensors."""
+    """Runs in bfloat16, on meta tensors."""
     backend = TritonBackend()
     dtype = torch.bfloat16
     config = EngineConfig()

@@ -14,15 +14,15 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""From fill.py in the Dockerfile."""
+"""fill.py in the Dockerfile makes these."""
 
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process's kernels; then this process compiles them too."""
+"""Longest wait for another process's kernels. Afterwards this process compiles them too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
-"""flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
+"""flash-attn 4 and its libraries raise if they cannot write there. Unset, they use the temporary folder."""
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
@@ -51,9 +51,8 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock in steps that compile kernels. Replicas that start together then compile each kernel once: the next
-    process finds it in the cache. `progress` is called during the wait. On file systems without locks nobody waits. The
-    system frees the lock of a process that ends.
+    """Hold the lock in steps that compile kernels, so that replicas which start together compile each kernel once.
+    `progress` is called during the wait. On file systems without locks nobody waits.
     """
     lock: int | None = None
     with suppress(OSError):
@@ -70,12 +69,11 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
 
 
 def trial_verdict_folder() -> Path:
-    """A subfolder of the kernels', so that both are kept and deleted together."""
+    """A subfolder of the kernels' folder, so that both are deleted together."""
     return _cache_folder() / "quire-trials"
 
 
 def _is_locked_by_another(lock: int) -> bool:
-    """If False, this process has the lock, if the file system has locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,7 +102,6 @@ def _copy_shipped_kernels(folder: Path) -> None:
 
 
 def _find_write_error(folder: Path) -> str | None:
-    """Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):

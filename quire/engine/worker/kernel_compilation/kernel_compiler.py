@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _MAX_PROCESSES = 8
 """Each takes about 500 MB, because it imports PyTorch."""
 _MIN_VARIANTS_PER_PROCESS = 4
-"""A start takes as long as a few variants."""
+"""A process's start takes as long as a few variants."""
 _POLL_SECONDS = 0.1
 _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Counts only newly compiled kinds."""
+    """Counts only newly compiled variants."""
 
     num_compiled: int = 0
     num_failed: int = 0
@@ -74,7 +74,6 @@ def _compile_missing_variants(
 
 
 def _failure_reason(child: Child, errors: IO[bytes]) -> str:
-    """The last line: an exception's message."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
     assert child.returncode is not None

@@ -13,16 +13,14 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per group;
-experts have a share of the rows.
+"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per
+group.
 """
 _LONG_CONTEXT = 4096
-"""Such contexts are split."""
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
 def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(sequences, queries, keys)."""
     longest = slots.max_blocks * slots.block_size
     max_seqs = len(slots.slot_requests)
     for queries in (*_QUERY_LENGTHS, step_tokens):
@@ -64,7 +62,6 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
 def launch_draft_head_variants(
     head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: InputBatch, tokens: int
 ) -> None:
-    """`size`: hidden size."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
     for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
         inputs = dummy_step_inputs(slots, *shape)
@@ -81,7 +78,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """The inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
+    """Returns the inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
@@ -104,7 +101,6 @@ def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """As in device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

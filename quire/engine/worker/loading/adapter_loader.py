@@ -1,4 +1,4 @@
-"""Loads LoRA adapters in a background thread. The host caches packed ones, and evicts the least recently used first."""
+"""Loads LoRA adapters in a background thread. The host caches packed adapters."""
 
 from __future__ import annotations
 
@@ -39,16 +39,14 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`weight_mapper` None: checkpoint names are the model's. `max_cached` includes adapters in slots."""
+        """`weight_mapper`: None if checkpoint names are the model's. `max_cached` includes adapters in slots."""
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """Least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
-        """(slot, adapter, result or error message)."""
         self._load_finished = threading.Event()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -79,7 +77,6 @@ class ModelAdapterLoader:
             self._packed_by_digest.popitem(last=False)
 
     def _read_pack_and_queue_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Runs in the thread."""
         result: PackedAdapter | str
         try:
             result = self._adapter_slots.pack_adapter(self._read_lora_weights(adapter))
@@ -118,7 +115,7 @@ def make_adapter_loader(
 def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
-    """float32 by module; `up` includes the scale. Raises AdapterError."""
+    """float32 by module. `up` includes the scale. Raises AdapterError."""
     parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:

@@ -16,7 +16,6 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
-"""All rows of these belong to value heads."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ class GGUFDeltaNetConverter:
         self._net = nets[0] if nets else None
 
     def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Quantized tensors' rows are bytes. Raises ModelError."""
+        """Rows of quantized tensors are bytes. Raises ModelError."""
         if self._net is None or _LINEAR not in name:
             yield name, rows
             return
@@ -64,7 +63,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """Order of a quantized linear's inputs, [in]; None if unchanged."""
+        """[in]; None if unchanged."""
         net = self._net
         if (
             net is None

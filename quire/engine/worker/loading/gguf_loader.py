@@ -28,13 +28,11 @@ _SINGLE_ROW_TENSORS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_cor
 
 
 def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
-    """MTP layers follow the model's."""
     layer = stored.split(".")[1] if stored.startswith("blk.") else ""
     return bool(config.raw.get("num_nextn_predict_layers")) and layer.isdecimal() and int(layer) >= config.num_layers
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """Types of linears' tensors by checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
@@ -50,7 +48,7 @@ def _split_fused_names(names: list[str]) -> list[str]:
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """Names of the tensor or, with True, of each expert's part."""
+    """Names of the tensor, or with True of each expert's part."""
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
@@ -96,7 +94,6 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
-    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)
@@ -109,7 +106,7 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
-    """Yield kv_b_proj; the first half waits in `halves`."""
+    """The first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:
@@ -149,7 +146,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the number of bytes read, smaller than `content` at the end of the file. One call reads at most 2 GiB."""
+    """Return the number of bytes read, which is smaller at the end of the file. One call reads at most 2 GiB."""
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

@@ -17,11 +17,9 @@ from quire.kernels.probes.backend_probe import GraphCapture
 @dataclass(frozen=True, slots=True)
 class RunnerResources:
     capture: GraphCapture | None
-    """None: no graphs."""
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
-    """See DevicePlan."""
 
 
 def allocate_runner_resources(
@@ -32,7 +30,7 @@ def allocate_runner_resources(
     max_model_len: int,
     shares: StateSlotCounts,
 ) -> RunnerResources:
-    """`num_blocks`: of one KV cache group. Raises ConfigError if memory is short."""
+    """`num_blocks` counts the blocks of one KV cache group. Raises ConfigError if memory is short."""
     device = chosen.device
     backend = chosen.backend
     groups = len(loaded.kv_groups.windows)
@@ -41,7 +39,7 @@ def allocate_runner_resources(
     capture = make_graph_capture(config, backend, device, chosen.spec) if graphs else None
     size, shard = backend.block_size, loaded.model.shard
     context_shard = shard.context_shard(size)
-    # One more block, for graph padding and other ranks' tokens.
+    # One more block for graph padding and other ranks' tokens.
     needs_null_block = context_shard.world_size > 1 and not backend.skips_negative_slots
     kv_tensors = allocate_kv_blocks_checked(loaded.model, num_blocks + (needs_null_block or capture is not None))
     max_drafts = max_draft_tokens_per_step(config)

@@ -1,5 +1,3 @@
-"""Calibrated KV scales of compressed-tensors and FP8 checkpoints."""
-
 from __future__ import annotations
 
 import math
@@ -22,7 +20,7 @@ _MAX_SCALES = 2**16
 
 
 def read_kv_scales(path: Path) -> dict[str, KVScales]:
-    """By layer name. A layer has the largest of its per-head scales. Raises ModelError that names an invalid tensor."""
+    """By layer name. A layer has the largest of its per-head scales. Raises ModelError naming an invalid tensor."""
     scales_by_layer: dict[int, dict[str, float]] = {}
     for shard in find_weight_files(path) if path.is_dir() else ():
         for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):

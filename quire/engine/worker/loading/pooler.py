@@ -70,5 +70,4 @@ def make_decoder_pooler_head(pooling: PoolingConfig, backend: Backend, hidden_si
 
 
 def _score_head_layer_specs(hidden: int, labels: int) -> list[HeadLayerSpec]:
-    """As in ForSequenceClassification models."""
     return [HeadLayerSpec("score", hidden, labels, bias=False)]

@@ -23,7 +23,6 @@ _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
 def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_size: int) -> TensorStream:
-    """Yields views."""
     for name, tensor in stream:
         if (granite := _GRANITE_NAME.match(name)) is not None and tensor.ndim == 3:
             yield from _split_gate_up_halves(granite[1], tensor, down=bool(granite[2] or granite[3]))
@@ -47,7 +46,7 @@ def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_
 
 
 def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
-    """Outputs: first half gate, second half up."""
+    """The first half of the outputs is gate, the second up."""
     for expert, rows in enumerate(tensor):
         parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
         for linear, part in parts:
@@ -62,7 +61,6 @@ def _to_output_rows(tensor: Tensor, kind: str) -> Tensor:
 
 
 def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Gate and up rows alternate."""
     if name == "down":
         yield name, rows
     else:

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Prompt tokens."""
+"""Lengths of the prompts, in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
 """Largest difference due to rounding, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """Importing transformers takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -34,12 +33,11 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """`default`: for models that Quire's own file computes."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for unsupported settings."""
+    """Raises ConfigError for unsupported settings."""
     if model.transformers_config is None:
         return
     speculative = config.speculative_config
@@ -85,8 +83,8 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Compare logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different, which
-    means that the class ignores positions.
+    """Compares logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different,
+    because the class then ignores positions.
     """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
@@ -127,7 +125,7 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Sequence n starts at step n, in thirds; all last tokens come at once."""
+        """Sequence n starts at step n, in thirds. All last tokens come at once."""
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]
@@ -137,7 +135,6 @@ class _BatchTrial:
         return [*(step for step in steps if step), last]
 
     def compute_logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
-        """`rows`: (sequence, start, count)."""
         ids = torch.cat([self._token_ids[row][start : start + count] for row, start, count in rows])
         hidden = self._model.forward(
             ids, self._attention_metadata(rows), self._kv_cache, torch.arange(len(ids), device=ids.device)

@@ -42,17 +42,15 @@ class ExpectedWeights:
     parameter_table: ParameterTable
     extra_folders: tuple[str, ...] = ()
     optional_prefixes: tuple[str, ...] = ()
-    """Tensors with these prefixes are allowed but not required."""
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
-        """`stage_tables`: shapes and dtypes by name, per other pipeline stage."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Return a copy without references to the model; its loaders discard tensors."""
+        """Return a copy without references to the model. Its loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()
@@ -61,7 +59,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError unless the weights at `path` fit `served`."""
+    """Raises ModelError unless the new weights fit."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -84,7 +82,7 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
 
 
 def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError if configs or file formats differ."""
+    """Raises ModelError if configs or file formats differ."""
     if path.is_dir() != served_path.is_dir():
         kinds = "safetensors", "GGUF"
         raise ModelError(
@@ -99,7 +97,7 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """`quantized`: compare quantization_config too. GGUF files have types per tensor instead."""
+    """GGUF files have types per tensor instead of quantization_config."""
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
@@ -113,7 +111,6 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
 
 
 def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] | None:
-    """Name and both values, recursively."""
     if new == served:
         return None
     pairs: list[tuple[str, Any, Any]] = []

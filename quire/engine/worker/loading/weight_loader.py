@@ -1,4 +1,4 @@
-"""Streams tensors into a parameter table. Reads nothing twice; holds one tensor beyond the model."""
+"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""Names listed in an error; the rest are counted."""
 
 
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
+    """Returns bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
     `require_finite`.
     """
     missing = dict(table)
@@ -61,8 +60,8 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """A head replaces a missing embedding; otherwise the copy is dropped (see correct_tie_word_embeddings). Raises
-    ModelError if they differ, as replacement weights may.
+    """A head replaces a missing embedding. Otherwise the copy is dropped. Raises ModelError if they differ, as
+    replacement weights may.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
@@ -87,7 +86,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By minimum and maximum: a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
+    """Takes a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
         or not tensor.numel()
@@ -96,20 +95,17 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_castable_float(dtype: torch.dtype) -> bool:
-    """8-bit floats need a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """Skips tensors for which `name_of` returns None; by default, those of images and heads."""
+    """Skips tensors for which `name_of` returns None."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
 
 
 def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
-    """`unused`: prefixes."""
-
     def image_name(stored: str) -> str | None:
         name = vision_tensor_name(stored)
         return None if name is None or name.startswith(unused) else name
@@ -118,7 +114,6 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """Raise ModelError for missing shards."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -127,7 +122,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Add or remove a prefix: models may be saved alone or within others. `unused`: prefixes to skip."""
+    """Add or remove a prefix, because models may be saved alone or within others."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -146,7 +141,7 @@ def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
 
 
 def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
-    """Remaps a safetensors file every _REMAP_BYTES: mapped pages that were read count as used memory. Raises
+    """Remaps a safetensors file every _REMAP_BYTES, because mapped pages that were read count as used memory. Raises
     ModelError.
     """
     if is_pickled(shard):
@@ -181,7 +176,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Matrices have variance 1 / fan-in, vectors are near 1."""
+    """Matrices have variance 1 / fan-in; vectors are near 1."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

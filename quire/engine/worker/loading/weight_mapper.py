@@ -28,9 +28,7 @@ _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 @dataclass(frozen=True, slots=True)
 class _OutputSlice:
     index: Tensor
-    """Outputs, in the linear's order."""
     num_outputs: int
-    """The stored module's."""
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
         """An element may stand for several outputs. Raises ModelError if that would split it."""
@@ -78,7 +76,6 @@ class WeightMapper:
         return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """`tensor`: its first axis is a stored module's outputs."""
         for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
@@ -152,12 +149,11 @@ class WeightMapper:
         return [_OutputSlice(part.flatten(), every.numel()) for part in parts]
 
     def _permute_within_heads(self, rows: Tensor) -> Tensor:
-        """`rows`: outputs of q or k, reordered within each head for RoPE."""
+        """Reorders rows of q or k within each head for RoPE."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """None if no layer has them."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:
@@ -170,7 +166,6 @@ def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | N
 
 
 def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
-    """Maps names of WeightMapper.checkpoint_module_name to stored ones."""
     file_names, root = dict[str, str](), "model."
     for module in (name.rpartition(".")[0] for name in headers):
         if (text := text_tensor_name(module)) is None:

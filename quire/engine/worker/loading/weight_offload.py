@@ -1,4 +1,4 @@
-"""CPUs keep experts or layers on disk (weights_on_disk), GPUs keep layers in host memory (cpu_offload_gb)."""
+"""CPUs leave experts or layers on disk (weights_on_disk), GPUs leave layers in host memory (cpu_offload_gb)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
-"""Their files are in memory."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """Raises ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -90,7 +88,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Load inside; on exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
+    """On exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
@@ -122,7 +120,6 @@ def _value_error_as_config_error(config: EngineConfig) -> Iterator[None]:
 
 
 def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
-    """Approximate."""
     table, sizes = model.parameters(), list[int]()
     for index in model.layers:
         layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
@@ -139,7 +136,6 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """ "" if unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

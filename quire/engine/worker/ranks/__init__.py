@@ -1,1 +1,1 @@
-"""Ranks that compute one model. The first is the engine; the others follow its commands and know no requests."""
+"""Ranks that compute one model. The first is the engine. The others follow its commands and know no requests."""

@@ -1,8 +1,7 @@
 """`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: a follower rank's process.
 
-Executes commands from stdin until its end: the first rank holds the other end. With `--joined`, the first rank is on
-another machine: stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's
-store.
+Executes commands from stdin until the first rank closes it. With `--joined`, the first rank is on another machine. Then
+stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's store.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ from quire.kernels.collective import RankEnded
 _GRACE_SECONDS = 2.0
 """Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""A command may come at any time; the first rank's end is noticed otherwise."""
+"""Other means detect the first rank's end."""
 
 ReadMessage = Callable[[], bytes | None]
-"""None once the first rank has ended."""
 
 
 def run_follower(
     read_message: ReadMessage, send_answer: Callable[[RankReply], None], assignment: RankAssignment | None = None
 ) -> int:
-    """Returns the exit status."""
     if (first := read_message()) is None:
         return 0
     start = decode_start(first)
@@ -93,7 +90,7 @@ def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
 
 
 def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
-    """Uses the first rank's store. Raises ConnectionError."""
+    """Raises ConnectionError."""
     orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 

@@ -53,12 +53,11 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class FollowerRank(RankMethods):
-    """Loads its part on construction. Raises QuireError."""
+    """Raises QuireError."""
 
     setting: str
     loaded_part: LoadedPart
     _allocation: tuple[RunnerResources, int]
-    """(resources, number of KV blocks)."""
     _runner: ModelRunner
     _head_runner: DraftHeadRunner
     _tower: LoadedTower
@@ -66,7 +65,7 @@ class FollowerRank(RankMethods):
     def __init__(
         self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
-        """`progress`: called after each layer of a pipeline stage. `assignment`: None on the first machine."""
+        """`assignment`: None on the first machine."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
@@ -163,7 +162,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """Has the whole image tower: all ranks compute the same features."""
+    """Has the whole image tower, because all ranks compute the same features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None

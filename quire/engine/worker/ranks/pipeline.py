@@ -1,5 +1,5 @@
-"""Pipeline parallelism. The engine is the last stage: it decides steps, sends them to all, and samples. Meanwhile
-earlier stages compute later steps, of other requests (the scheduler's `micro_batches`).
+"""Pipeline parallelism. The engine is the last stage. It decides steps, sends them to all, and samples. Meanwhile
+earlier stages compute later steps of other requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
-    """All stages but the last, in order."""
-
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
 
@@ -124,7 +122,7 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """For any stage but the last. Sends its output to the next."""
+    """Any stage but the last."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)

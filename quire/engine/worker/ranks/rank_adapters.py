@@ -11,12 +11,9 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
-    """For followers; the first rank has LeaderAdapterLoader (rank_processes.py)."""
-
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}
-        """By slot: True if the load failed."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._loader.load_adapter(slot, adapter)

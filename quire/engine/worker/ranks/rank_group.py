@@ -14,15 +14,15 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The leader and its followers. --executor-cls names a subclass of an implementation that overrides `runner`."""
+    """The leader and its followers. --executor-cls names a subclass of an implementation, which may override
+    `runner`.
+    """
 
     note: str | None = None
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process's part, and wait for all. Its `read_bytes` include all tensor-parallel ranks. The int:
-        bytes of other pipeline stages.
-        """
+        """Load this process's part, and wait for all. The int counts the bytes of other pipeline stages."""
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:

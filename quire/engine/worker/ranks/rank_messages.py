@@ -1,4 +1,4 @@
-"""Frames between the first rank and followers. All but steps are utility calls (engine/processes/utility_calls.py)."""
+"""Frames between the first rank and followers. All but steps are utility calls."""
 
 from __future__ import annotations
 
@@ -13,31 +13,25 @@ from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """The first message; the result of START is a LoadedPart."""
+    """The first message. The result of START is a LoadedPart."""
 
     config: str
-    """JSON."""
     rank: int
     descriptors: list[int]
-    """Shared memory."""
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
+    """Empty: no pinning."""
     store: tuple[str, int] | None = None
     """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """Bytes as read or, for pipeline stages, as held in memory."""
+    """Bytes as read or, for pipeline stages, in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
-    """"" on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One entry per row of a step. `positions`: the sampled tokens'."""
-
     slots: list[int]
     positions: list[int]
     token_ids: list[int]
@@ -50,13 +44,12 @@ class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A remote rank has ended; `code` is as in subprocess."""
+    """A remote rank has ended. `code` is as in subprocess."""
 
     code: int
 
 
 KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
-"""See KernelVariant."""
 
 
 class RankMethods(ABC):
@@ -64,7 +57,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Contact all ranks; on a GPU, run the largest step. Return bytes on this rank's device or machine."""
+        """Contact all ranks. On a GPU, run the largest step. Return bytes on this rank's device or machine."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -97,7 +90,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
-        """`files`: for other machines, once."""
+        """`files`: sent once to other machines."""
 
     @abstractmethod
     def await_adapter(self, slot: int, *, failed: bool) -> None:

@@ -45,8 +45,7 @@ STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL takes unreserved memory for calls in graphs: gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
-it captures graphs.
+(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS).
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
@@ -55,8 +54,6 @@ R = TypeVar("R")
 
 
 class RankProcess(RunningProcess, Protocol):
-    """A Child, or a rank on another machine."""
-
     pid: int
 
     def send(self, content: bytes, /) -> None: ...
@@ -82,20 +79,18 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Starts on construction, once all machines have joined; ends by `stop_ranks` or garbage collection. Raises
+    """Starts on construction, once all machines have joined. Ends by `stop_ranks` or garbage collection. Raises
     ConfigError.
     """
 
     setting: str
-    """Setting that asks for these processes."""
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
-    """Time for a process to end after its pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
-        """`config`: with local paths. If a process ends unexpectedly, a thread calls `on_end` with the return code (as
-        in subprocess), and every later call raises EngineError.
+        """If a process ends unexpectedly, a thread calls `on_end` with the return code (as in subprocess), and every
+        later call raises EngineError.
         """
         self._config = config
         self._device = chosen.device
@@ -103,13 +98,11 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Which process ended, and how; "": none."""
+        """"" if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """They return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
-        """Digests."""
         if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM_VARIABLE, "0")
         rendezvous = NodeRendezvous(config) if config.nnodes > 1 else None
@@ -125,7 +118,6 @@ class MultiProcessRanks(RankGroup):
     def _join_group(
         self, chosen: DevicePlan, rendezvous: NodeRendezvous | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
-        """The group, and shared memory descriptors or the store's address."""
         logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
         over_memory = self.can_share_memory and rendezvous is None
         memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
@@ -203,7 +195,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raise EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
+        """Raises EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
         self._raise_failure()
         try:
             yield
@@ -221,7 +213,6 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def follower_command_context(self, message: RankCommand) -> Iterator[None]:
-        """Followers execute `message` during the body."""
         self.send_to_followers(message)
         with self.rank_failures_as_engine_errors():
             yield
@@ -229,7 +220,7 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Call the method on all followers. Return a function that reads the results.
+        """Return a function that reads the followers' results.
 
         Call that function before the next call. It waits up to the given seconds (None: forever), and raises the
         followers' errors, or EngineError if a result is missing.
@@ -264,7 +255,7 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Bytes for all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
+        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
         connections fail.
         """
         others = self.call_followers(RankMethods.measure_memory)
@@ -326,7 +317,6 @@ class MultiProcessRanks(RankGroup):
             process.send(encode_frame(start))
 
     def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:
-        """Runs in a thread."""
         how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
@@ -353,7 +343,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """Kill stopped processes (SIGSTOP), because all others wait for them. engine/worker_node.py does the same."""
+    """Kill stopped processes (SIGSTOP), because all others wait for them."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()
@@ -367,7 +357,7 @@ def _watch_and_kill_stopped_ranks(
 
 
 def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
-    """`cores`: the thread's cores before it was pinned; empty: it was not."""
+    """`cores`: the thread's cores before it was pinned, if it was."""
     closing.set()
     stay_on(cores)
     end_processes(processes, STOP_SECONDS)  # together: ranks that wait in NCCL for each other never end
@@ -380,6 +370,5 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
 
 
 def _abort_collectives_on_event(group_ended: threading.Event, group: Collective) -> None:
-    """Runs in a thread."""
     group_ended.wait()
     group.abort_collectives()

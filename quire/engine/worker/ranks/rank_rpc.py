@@ -14,7 +14,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, for users' functions. METHODS (engine/common/executor.py) lists the methods that are called by name."""
+    """A rank, for users' functions. RPC_METHODS are called by name."""
 
     rank: int
     world_size: int
@@ -26,13 +26,12 @@ class RankWorker:
         return {**description, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
 
     def parameters(self) -> dict[str, list[object]]:
-        """Shape and dtype by checkpoint name."""
         table = self.model.parameters()
         return {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in table.items()}
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """`content`: from `encode_call`. Errors become part of the result."""
+    """Errors become part of the result."""
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # to import the function's module

@@ -69,7 +69,7 @@ def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass
 
 
 def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raise ConfigError if the model cannot be sharded."""
+    """Raises ConfigError if the model cannot be sharded."""
     ranks = config.tensor_parallel_size
     device = chosen.device.type
     speculative = config.speculative_config
@@ -89,7 +89,6 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
-    """None if nothing is missing."""
     if is_other_device(device):
         return f"ranks compute only on CPUs and CUDA GPUs so far, not on {device.type}; see --device"
     if device.type != "cuda":
@@ -103,7 +102,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
 
 
 def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raise ConfigError if the model or other settings rule it out."""
+    """Raises ConfigError if the model or other settings rule it out."""
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config

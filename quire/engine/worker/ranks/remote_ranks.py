@@ -1,4 +1,4 @@
-"""Ranks on other machines, and a stand-in for each. All messages go through the first rank's TCPStore: a queue of join
+"""Ranks on other machines, and a proxy of each. All messages go through the first rank's TCPStore: a queue of join
 requests, and two queues per rank, for commands and answers.
 """
 
@@ -33,7 +33,7 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A machine that is silent for this long is lost. With a restart, this takes less than 10 s."""
+"""A machine that is silent for this long is lost. Including a restart, this takes less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
 
@@ -46,33 +46,28 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
-    """Ranks on all machines together."""
     node: int
     place: int
-    """Index on its machine."""
     pid: int
     host: str
-    """Address at which other ranks reach this one."""
     reply: str
-    """Queue for the JoinVerdict."""
 
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """"": accepted."""
+    """"" if accepted."""
     final: bool = True
-    """Do not retry."""
+    """If True, the rank must not retry."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True):
-    """Stdin of a joined rank's process."""
+    """A joined rank's process reads this from stdin."""
 
     store: tuple[str, int]
     rank: int
     settings: dict[str, Any]
     """Settings that this machine knows better than machine 0."""
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -104,10 +99,8 @@ class RemoteRank:
     def __init__(
         self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
     ) -> None:
-        """`silence`: after it, the machine is lost."""
         self.pid, self.host = join_request.pid, join_request.host
         self.is_lost = True
-        """No exit was reported."""
         self._store, self._rank = connect_store(store_address), rank
         self._return_code = -signal.SIGKILL  # a machine's loss is not the computation's fault
         self._has_ended = threading.Event()
@@ -129,15 +122,12 @@ class RemoteRank:
         return self._return_code
 
     def kill(self) -> None:
-        """Report the rank as killed and order it to end. If the rank does not end, its worker node kills it once the
-        store is gone.
-        """
+        """Report the rank as killed and order it to end. Otherwise its worker node kills it."""
         with suppress(RuntimeError):  # first: once ordered to end, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 
     def send(self, content: bytes) -> None:
-        """Raises BrokenPipeError."""
         if self._has_ended.is_set():
             raise BrokenPipeError
         self._push_order(content[FRAME_HEADER.size :])
@@ -150,7 +140,6 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """None once the rank has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -163,8 +152,6 @@ class RemoteRank:
 
 
 class NodeRendezvous:
-    """`host`: numeric address; `store`: where ranks meet."""
-
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """Raises ConfigError if it cannot listen, and ModelError."""
         self._config, self._silence = config, silence
@@ -191,7 +178,6 @@ class NodeRendezvous:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def _report_or_time_out(self, missing: list[int], waited: float) -> None:
-        """Raises ConfigError on timeout."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
         if waited > self._config.nodes_timeout:

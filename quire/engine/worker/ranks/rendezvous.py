@@ -1,5 +1,5 @@
 """How ranks communicate: by shared memory if the backend has kernels for it, by NCCL between GPUs, otherwise by a
-torch.distributed group. Nothing else depends on the device.
+torch.distributed group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _PROBE_MODULUS = 251
 
 
 def open_store(listener: socket.socket) -> dist.TCPStore:
-    """Listens while the result lives."""
     host, port, *_ = listener.getsockname()
     descriptor = listener.detach()
     return dist.TCPStore(
@@ -43,7 +42,6 @@ def connect_store(place: tuple[str, int]) -> dist.TCPStore:
 
 
 def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
-    """`address`: this machine's."""
     count = config.world_size
     if start.store is None:
         (memory,) = start.descriptors
@@ -63,9 +61,7 @@ def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """All-reduce a few megabytes. Raises ConfigError if this fails, takes over `seconds`, or gives a wrong sum, as GPUs
-    behind some IOMMUs do.
-    """
+    """Raises ConfigError if a sum fails, takes over `seconds`, or is wrong, as on GPUs behind some IOMMUs."""
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
@@ -97,7 +93,7 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
 
 
 def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
-    """Environment of a rank's process; None: this process's."""
+    """None: this process's environment."""
     if device.type != "cuda":
         return None
     is_hip = torch.version.hip is not None
@@ -108,8 +104,8 @@ def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
-    paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """The rank's GPU comes first, as every thread's default. All stay visible, because NCCL may otherwise choose
+    inconsistent paths (https://github.com/NVIDIA/nccl/issues/1066).
     """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

@@ -14,8 +14,6 @@ from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 
 
 class SingleProcess(RankGroup):
-    """A leader without followers."""
-
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
         return load_part(), 0
 

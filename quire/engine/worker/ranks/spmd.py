@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first rank,
 the engine, sends each command before executing it. So ranks build their own tensors, capture the same graphs, and
-launch a step before the last one's tokens are read. The first rank samples and broadcasts.
+launch a step before the last one's tokens are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""How long the first rank waits for the others' kernel variants, which they find without waiting for any rank."""
+"""How long the first rank waits for the others' kernel variants."""
 
 
 class SpmdRanks(MultiProcessRanks):
@@ -78,9 +78,7 @@ class SpmdRunner(ModelRunner):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
-        """Includes all ranks' variants, so that each is compiled once. Ranks do not communicate meanwhile. Raises
-        RuntimeError if a rank fails.
-        """
+        """Ranks do not communicate meanwhile. Raises RuntimeError if a rank fails."""
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
         read_others = self._ranks.call_followers(RankMethods.find_kernel_variants, step_tokens)
@@ -124,7 +122,7 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Drop grammars and sampling parameters, except of plain greedy requests, which all ranks compute."""
+    """Followers need no grammars, and only the sampling parameters of plain greedy requests."""
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,

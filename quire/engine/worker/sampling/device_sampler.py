@@ -1,6 +1,4 @@
-"""GPU sampler, equivalent to sampler.py; the host never waits. Parameters take one upload, and one more per kind of
-logits change. Kernels do the rest.
-"""
+"""GPU sampler, equivalent to sampler.py. The host never waits."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarBitmask | None], Tensor]
-"""See `sample_token_ids`."""
 
 
 def choose_sampler(
@@ -55,7 +52,7 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """The first rank alone has grammars, seeds and penalties, and all ranks need the same tokens."""
+    """Only the first rank has grammars, seeds and penalties, and all ranks need the same tokens."""
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
@@ -87,8 +84,6 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitma
 
 
 class DeviceLogitsProcessor:
-    """Never waits for the device."""
-
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         from quire.kernels.gpu.triton_logits import add_logit_bias
 

@@ -2,7 +2,7 @@
 breakers of llama.cpp.
 
 A token that followed an earlier occurrence of the last tokens would extend a repetition. Its logit is lowered by
-multiplier * base ** (length - allowed length), where length counts the tokens of the longest such occurrence.
+multiplier * base ** (length - allowed length), where length is that of the longest such occurrence.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.engine.common.request_params import SamplingParams
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 _MAX_EXPONENT = 64
-"""The penalty grows up to this exponent: with a base of 1.75, to more than 1e15."""
+"""The penalty grows up to this exponent. With a base of 1.75 that is more than 1e15."""
 _MAX_PENALTY = 1e30
 _NO_TOKEN = -1
 _FACTOR, _MIX_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-"""Of a polynomial hash and of the mix of its terms: odd, otherwise arbitrary."""
+"""The factors are odd, otherwise arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,12 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
-    """-1: all tokens."""
     breaker_lengths: np.ndarray
-    """[L] int64: the different numbers of tokens of sequence breakers."""
+    """[L] int64: the different lengths of sequence breakers."""
     breaker_hashes: np.ndarray
     """[B] int64, sorted. Thousands of sequences are found in the time of one."""
     powers: np.ndarray
-    """[2, max_length + the longest breaker] int64: of _FACTOR and of its inverse, for hashes of windows."""
+    """[2, max_length + the longest breaker] int64: powers of _FACTOR and of its inverse, for hashes of windows."""
 
 
 def make_dry_rule(params: SamplingParams) -> DryRule | None:
@@ -62,13 +61,12 @@ def make_dry_rule(params: SamplingParams) -> DryRule | None:
 
 
 def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Sequences of equal length; modulo 2**64, in which int64 wraps."""
+    """Hashes are modulo 2**64, in which int64 wraps."""
     tokens = np.array(sequences, dtype=np.int64)
     return (_mix(tokens) * _list_powers(_FACTOR, tokens.shape[1])).sum(1)
 
 
 def _mix(tokens: Any) -> Any:
-    """An array or a tensor of int64."""
     mixed = (tokens + 1) * _MIX_FACTOR
     return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
 
@@ -104,7 +102,6 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
 
 
 def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
-    """[n, width]: each token, after the width - 1 tokens before it."""
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _XTC_STREAM = 0x5DEECE66D1B7C3A5
-"""Combined with the seed, so that XTC's draws are independent of those that sample tokens."""
+"""Makes XTC's draws independent of those that sample tokens."""
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -18,7 +18,6 @@ def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def xtc_draw(seed: int, position: int) -> float:
-    """In [0, 1)."""
     return float(_uniform_array([seed], [position], _XTC_STREAM)[0])
 
 
@@ -30,7 +29,7 @@ def _uniform_array(seeds: Sequence[int], positions: Sequence[int], stream: int) 
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """Also applied to seeds: neighboring seeds must share no part of their streams."""
+    """Also applied to seeds, because neighboring seeds must share no part of their streams."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -28,7 +28,7 @@ def has_rare_filters(params: SamplingParams) -> bool:
 
 
 def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor | None, xtc_draw: float) -> None:
-    """Sets logits [vocab] of filtered tokens to -inf, in place. `sigma`: see standard_deviation. `xtc_draw`: uniform
+    """Sets logits [vocab] of filtered tokens to -inf, in place. `sigma`: from standard_deviation. `xtc_draw`: uniform
     in [0, 1).
     """
     if sigma is not None:
@@ -40,7 +40,7 @@ def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor |
 
 
 def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> Iterator[Tensor]:
-    """Masks of the tokens to keep. The caller applies each to `scaled` before it takes the next."""
+    """The caller applies each mask to `scaled` before it takes the next."""
     if 0 < params.top_k < len(scaled):
         yield scaled >= torch.topk(scaled, params.top_k).values[-1]
     if params.typical_p < 1:
@@ -56,7 +56,7 @@ def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> It
 
 
 def standard_deviation(logits: Tensor) -> Tensor:
-    """For the model's own logits [vocab]: with bans and large penalties, top-n-sigma would keep more tokens."""
+    """For the model's own logits [vocab], because bans and large penalties would make top-n-sigma keep more tokens."""
     finite = logits > -torch.inf
     count = finite.sum()
     mean = torch.where(finite, logits, 0.0).sum(dtype=torch.float64) / count
@@ -64,7 +64,7 @@ def standard_deviation(logits: Tensor) -> Tensor:
 
 
 def _top_n_sigma_mask(logits: Tensor, n: float, sigma: Tensor) -> Tensor:
-    """Tang et al., 2024, "Top-nσ: Not All Logits Are You Need". The temperature does not matter."""
+    """Tang et al., 2024, "Top-nσ: Not All Logits Are You Need". The temperature has no effect."""
     return logits >= logits.amax() - n * sigma
 
 

@@ -22,24 +22,23 @@ class RequestSamplingRules:
 
     params: SamplingParams
     num_logprobs: int | None
-    """Tokens reported in addition to the sampled one; None: not even that."""
+    """Tokens reported in addition to the sampled one; None: none at all."""
     logprob_token_ids: np.ndarray | None
-    """int64; replaces the most likely tokens."""
+    """int64. These ids replace the most likely tokens."""
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
-    """int64."""
     biases: dict[int, float]
     """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Biases, and -inf for tokens that end the answer."""
+    """-inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Two or more tokens; the last may not follow the others."""
+    """Two or more tokens. The last may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
     dry: DryRule | None
     has_rare_filters: bool
-    """If so, rare_filters.py applies all filters, and the kernels none."""
+    """If True, rare_filters.py applies all filters, and the kernels none."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
@@ -47,7 +46,6 @@ class RequestSamplingRules:
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
 
     def kernel_filters(self, vocab: int) -> tuple[int, float, float]:
-        """top_k, top_p and min_p for the sampling kernel."""
         if self.has_rare_filters:
             return vocab, 1.0, 0.0
         top_k = self.params.top_k
@@ -96,7 +94,6 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """[R, L] int64; None if no row lists tokens."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -110,12 +107,11 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """A tuple: each step makes hundreds, and a frozen dataclass takes three times as long."""
+    """Each step makes hundreds, and a frozen dataclass takes three times as long."""
 
     rules: RequestSamplingRules
     seed: int
     position: int
-    """The sampled token's."""
     num_prompt_tokens: int
     token_table: Tensor
     """[slots, max tokens] int32, on the logits' device."""
@@ -133,7 +129,6 @@ class SamplingRow(NamedTuple):
 
 NO_TOKEN_LEFT = -2
 IndexedRow = tuple[int, SamplingRow]
-"""Index in the logits, and row."""
 
 
 class LogitsProcessor(Protocol):
@@ -150,7 +145,7 @@ class LogitsProcessor(Protocol):
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
         """If a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that the grammar allows, the
-        grammar wins: the row then uses its `unmodified` logits [R, vocab] (None if nothing is banned).
+        row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
 

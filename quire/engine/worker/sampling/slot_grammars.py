@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""Later replacements of a failed lexer are exclusive, and each compiles the grammar."""
+"""Later replacements of a failed lexer each compile the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
-    """Other rows are unconstrained."""
-
     rows: list[int]
     bitmask_words: np.ndarray
     """[len(rows), words] int32: bit i of word w allows token 32 w + i."""
@@ -41,11 +39,10 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Answer tokens that the grammar has followed; a change of lexer starts over."""
+    """The grammar has followed these tokens."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
-        """False if not allowed, or on a lexer error."""
         if self.matcher.consume_token(token):
             self.tokens.append(token)
             return True
@@ -63,8 +60,6 @@ class _SlotGrammar:
 
 
 class SlotGrammars:
-    """`make_compiler` is called once."""
-
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
         self._loading: Future[GrammarCompiler] | None = None
@@ -74,7 +69,7 @@ class SlotGrammars:
         self._failures: dict[int, RequestFailure] = {}
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """In a thread: loading takes a second for 150,000 tokens and would stall streams."""
+        """Loads in a thread, because this takes a second for 150,000 tokens and would stall streams."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
@@ -146,14 +141,13 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        """Does nothing if the slot has another owner."""
         if self._requests.get(slot) is not new_request:
             return None
         self._advance_matcher(slot, token_ids)
         return self._failures.get(slot)
 
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
-        """Ignores tokens after the answer's end, like the scheduler: accepted drafts may continue."""
+        """Ignores tokens after the answer's end, because accepted drafts may continue."""
         state = self._states.get(slot)
         # One by one: consume_tokens refuses the end-of-sequence token, which consume_token accepts.
         for token in token_ids:
@@ -177,8 +171,8 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """Fill [1 + drafts, words] from row 1 on; False on a lexer error. After a disallowed draft everything is allowed:
-    later tokens are dropped.
+    """Fill [1 + drafts, words] from row 1 on. False on a lexer error. After a disallowed draft everything is allowed,
+    because later tokens are dropped.
     """
     from llguidance.numpy import fill_next_token_bitmask
 

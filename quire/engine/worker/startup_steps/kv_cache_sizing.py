@@ -19,13 +19,11 @@ class _DraftMemoryNeeds:
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
-    """KV blocks for draft tokens beyond the longest sequences."""
+    """For draft tokens beyond the longest sequences."""
     formula: str = ""
 
 
 class KVCacheSizer:
-    """`groups`: of all pipeline stages."""
-
     def __init__(
         self,
         config: EngineConfig,
@@ -40,7 +38,6 @@ class KVCacheSizer:
         self._groups = groups
         self._block_size = block_size
         self._num_ranks = model.shard.world_size // config.nnodes
-        """Ranks on one machine."""
 
     def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
         """`measure_available`: bytes on all ranks. Raises ConfigError."""

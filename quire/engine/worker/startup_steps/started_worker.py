@@ -30,21 +30,14 @@ class StartedWorker:
     step_costs: list[tuple[int, float]]
     """(tokens, seconds); empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
-    """Loads it on the first call."""
     expected_weights: ExpectedWeights
     steps_ahead: int = 0
-    """Steps in flight while the next is scheduled. A CPU step occupies the host: running ahead helps only pipelines,
-    and delays every token by a step.
-    """
+    """A CPU step occupies the host, so running ahead helps only pipelines, and delays every token by a step."""
     micro_batches: int = 1
-    """Steps that keep all pipeline stages busy; their requests are disjoint."""
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
-    """None if no adapters are served."""
     collective_rpc: CollectiveRPC | None = None
-    """None if ranks take no calls."""
     get_offload_counts: Callable[[], OffloadCounts] | None = None
-    """None without offloading."""
 
 
 def make_engine_info(

@@ -85,7 +85,6 @@ def startup_notes(
 
 
 def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
-    """`can_use(n)`: True if n GPUs can shard the model."""
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)

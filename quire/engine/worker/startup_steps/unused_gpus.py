@@ -1,6 +1,6 @@
 """Why a GPU that seems to be there is not used. A start with --device auto then reports this and serves on the CPU.
 
-An NVIDIA driver that PyTorch cannot use ends the start instead (device_plan.py).
+A driver that PyTorch cannot use ends the start instead (device_plan.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.processes.gpus import CUDA_VARIABLE, HIP_VARIABLE
 
 _CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
-"""Set by NVIDIA's images, and ours for CUDA; NVIDIA's container runtime gives the container these GPUs."""
+"""Set by CUDA images. NVIDIA's container runtime gives the container these GPUs."""
 _NO_GPUS = ("", "void", "none")
 
 

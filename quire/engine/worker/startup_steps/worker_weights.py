@@ -26,7 +26,6 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """Bytes in memory, in all stages."""
     is_batch_invariant: bool
     transformers_notes: list[str]
 

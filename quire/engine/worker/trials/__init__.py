@@ -1,1 +1,0 @@
-"""Trials that a GPU's kernels must pass before they serve."""

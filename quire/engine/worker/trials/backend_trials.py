@@ -53,8 +53,8 @@ def choose_trials(
     spec: DecoderSpec,
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
-    """The trials run decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this
-    machine. `child_trials`: for libraries; None: they are tried in this process too.
+    """The trials run decodes in a CUDA graph, then without graphs. Without `child_trials`, libraries are tried in this
+    process.
     """
     if device.type == "cpu":
         return []
@@ -81,8 +81,8 @@ def find_eager_prefill_reason(
     backend: Backend,
     child_trials: ChildTrials | None = None,
 ) -> str | None:
-    """Why graphs hold decodes but no prefills: the backend rules it out, or a library's attention fails in a graph. The
-    first rank decides for all. `types`: compute and KV dtype.
+    """Why graphs hold decodes but no prefills: the backend rules it out, or a library's attention fails in a graph.
+    `types`: compute and KV dtype.
     """
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"
@@ -103,9 +103,7 @@ def _make_trial(
     ranks: int = 1,
     prompts: bool = False,
 ) -> BackendTrial:
-    """Try all attention shapes, MLA and recurrences, also with `ranks` of context parallelism. `prompts`: only prefills
-    in a graph, which libraries may compute.
-    """
+    """`ranks`: also try context parallelism. `prompts`: only prefills in a graph, which libraries may compute."""
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()

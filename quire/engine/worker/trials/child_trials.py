@@ -33,21 +33,17 @@ _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
 """A process that waits for a broken driver may ignore its kill for long."""
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""May have been sent by a user or the system, not by the library's fault."""
+"""A user or the system may have sent these. The library is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildTrials:
     verdict_folder: Path
     describe_machine: Callable[[], dict[str, str]]
-    """See trial_verdicts.py."""
     progress: Callable[[], None]
-    """Called while the child runs."""
     retry_failures: bool = False
-    """Ignore saved failures."""
     timeout_seconds: float = _TIMEOUT_SECONDS
     worker: Sequence[str] = TRIAL_WORKER
-    """Arguments for Python."""
 
     def find_failure(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
         """Return the reason; None if all probes pass, now or in an earlier start."""

@@ -1,5 +1,3 @@
-"""Messages to and from a trial's child process."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,12 +11,10 @@ from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
 
 READY = b"ready\n"
-"""Written once the child can use the GPU; the verdict follows."""
+"""Written once the child can use the GPU. The verdict follows."""
 
 
 class ProbeSettings(msgspec.Struct, frozen=True):
-    """Fields of a PagedAttentionProbe."""
-
     values: dict[str, str | int | float | bool | None]
     """Devices and dtypes by name."""
     uses_graph: bool
@@ -51,5 +47,4 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 class TrialVerdict(msgspec.Struct, frozen=True):
     failure: str | None
-    """Why the backend cannot serve; None if all probes passed."""
     seconds: float

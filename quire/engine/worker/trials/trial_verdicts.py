@@ -36,10 +36,7 @@ _PACKAGES = (
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
-    """What a verdict applies to."""
-
     machine: dict[str, str]
-    """See `describe_machine`."""
     request: TrialRequest
 
 
@@ -49,7 +46,6 @@ class _VerdictFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe_machine(device: torch.device, driver: str | None) -> dict[str, str]:
-    """The card, and every version that may change what a library computes."""
     machine = {
         "card": torch.cuda.get_device_name(device),
         "compute capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
@@ -80,7 +76,7 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """None if there is no verdict for this key. A file with other content is ignored; the next verdict replaces it."""
+    """None if there is no verdict for this key. The next verdict replaces a file with other content."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
@@ -95,7 +91,7 @@ def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    """Returns False, after a warning, if the file cannot be written."""
+    """False, after a warning, if the file cannot be written."""
     part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Child process that runs the trial of a library's attention, which may abort, hang or break its CUDA context.
+"""Child process that runs the trial of a library's attention.
 
 The first argument is the file descriptor for the answer: READY as soon as the GPU can be used, then a TrialVerdict.
 """

@@ -47,7 +47,7 @@ class CompiledMoE:
         *linears: CompiledLinearBase,
     ) -> None:
         """linears: all gate_up, then all down, in expert order."""
-        self._experts = experts  # keeps the targets of the pointers below alive
+        self._experts = experts  # keeps what the pointers below point to alive
         self._dtype, num_experts = linears[0].dtype, len(experts.down)
         self._widths = linears[0].in_features, router.in_features
         self._gate_up, self._down = (
@@ -73,7 +73,7 @@ class CompiledMoE:
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """router_input None: x. Raises TypeError for a wrong shape or dtype."""
+        """Raises TypeError for a wrong shape or dtype."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):

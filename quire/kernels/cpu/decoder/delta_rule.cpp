@@ -1,4 +1,4 @@
-// The gated delta rule: kernels/recurrent/delta_rule.py says what it is.
+// The gated delta rule (kernels/recurrent/delta_rule.py).
 #include <cmath>
 #include <type_traits>
 
@@ -30,7 +30,7 @@ void unit(const T* x, float* to, int size, float scale) {
   for (int i = 0; i < size; i += 16) vstore_first(to + i, vmul(vload_first(x + i, size - i), factor), size - i);
 }
 
-// Of one sequence's tokens.
+// Parameters of one sequence's tokens.
 template <class T, class Decay>
 struct Delta {
   const Sizes& sizes;
@@ -63,7 +63,7 @@ struct Delta {
     }
   }
 
-  // What k reads of the decayed matrix is taken from `v`. One decay can be multiplied in after the sum over rows.
+  // Subtracts from `v` what k reads of the decayed matrix. A single decay can be multiplied after the sum over rows.
   template <int W>
   __attribute__((always_inline)) void update(int, int, float* matrix, long stride, int rows, const float* q,
                                              const float* k, const float* v, float* out_of, const float* decay,

@@ -1,5 +1,5 @@
-"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible: it does not help
-when a larger file is read repeatedly from beginning to end.
+"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, because caching
+does not help when a larger file is read repeatedly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class _PendingRead(NamedTuple):
 
 class DiskLayerStreamer(LayerStreamer):
     def __init__(self, arena: MappedWeightArena, choice: LayerSelector, slots: int) -> None:
-        """choice is called once all layers are in the file. The caller must set a `backend` that packs into `arena`."""
+        """`choice` is called once all layers are in the file. The caller must set a `backend` that packs into
+        `arena`.
+        """
         super().__init__(choice, slots)
         self._arena = arena
         self._buffers: dict[int, list[RelocatableWeights]] = {}
@@ -75,7 +77,7 @@ class DiskLayerStreamer(LayerStreamer):
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8 on whole pages, with room for kernels to read ahead."""
+        """[size] uint8, page-aligned, with room for kernels to read ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -87,7 +89,6 @@ class DiskLayerStreamer(LayerStreamer):
         return memory
 
     def _read_layer(self, layer: int, memory: Tensor) -> None:
-        """Raises OSError."""
         target, begin = memory.numpy().data, 0
         for held in self._buffers.get(layer, ()):
             piece, done = self._arena.file_extent(held.weights), 0
@@ -136,7 +137,7 @@ class DiskLayerStreamer(LayerStreamer):
             self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Does nothing if the layer is in its slot or being read. Repeats a failed read."""
+        """Does nothing if the layer is in its slot or being read. Retries a failed read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

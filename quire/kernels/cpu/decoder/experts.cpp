@@ -1,22 +1,22 @@
 // A mixture of experts. Rows are sorted by the experts that the router chose for them, and each expert multiplies its
-// rows at once: its weights are read once, and those of an expert that no row chose are not read at all.
+// rows at once. So its weights are read once, and those of an expert that no row chose are not read.
 //
-// A row's bits depend on nothing but the row: linears promise it, its choice and its shares are computed alone, and
-// what its experts give is added in the order of the experts, whatever the other rows chose.
+// A row's bits depend only on the row. Linears guarantee this, its choice and shares are computed alone, and its
+// experts' outputs are added in the order of the experts.
 #include "../kernels.h"
 #include "mapped.h"
 #include "routing.h"
 
 namespace {
 
-// Memory for intermediate results. It grows to what the largest call needs and is kept.
+// Memory for intermediate results. It grows to the needs of the largest call and is never freed.
 template <class T>
 struct Workspace {
-  std::vector<float> scores, shares, sums;  // [rows, experts], [rows, chosen], [rows, what experts read]
-  std::vector<float> wide, memory;          // x for a router in float32; what `route` needs of each row
-  std::vector<int> chosen, numbers;         // [rows, chosen]; the same
+  std::vector<float> scores, shares, sums;  // [rows, experts], [rows, chosen], [rows, inputs of experts]
+  std::vector<float> wide, memory;          // x for a router in float32; memory of `route` for each row
+  std::vector<int> chosen, numbers;         // both are [rows, chosen]
   std::vector<long> starts, order;          // per expert, the first of its entries in `order`: row * chosen + rank
-  std::vector<T> x, gate_up, gated, y;      // of one expert's rows
+  std::vector<T> x, gate_up, gated, y;      // rows of one expert
 };
 
 template <class V>
@@ -63,7 +63,7 @@ void sort_by_expert(const Experts& experts, long rows, Workspace<T>& work) {
   for (long i = 0; i < entries; ++i) work.order[next[work.chosen[i]]++] = i;
 }
 
-// Asks for what the step reads of a mapped file.
+// Requests the parts of a mapped file that the step reads.
 template <class T>
 void ask(const Experts& experts, const Workspace<T>& work) {
   const MappedExperts& file = *experts.mapped;
@@ -74,8 +74,8 @@ void ask(const Experts& experts, const Workspace<T>& work) {
   }
 }
 
-// Asks for what the next layer's router chooses for this layer's input, which its own is like. Of many rows all are
-// read anyway.
+// Requests the experts that the next layer's router chooses for this layer's input, which resembles its own. With many
+// rows all experts are read anyway.
 template <class T>
 void guess(const Experts& next, const T* x, long rows, Workspace<T>& work, int threads) {
   const long entries = rows * next.routing.chosen;
@@ -91,7 +91,7 @@ void guess(const Experts& next, const T* x, long rows, Workspace<T>& work, int t
   }
 }
 
-// Adds what the expert at this place gives for `count` rows, whose entries are `order`, to their sums.
+// Adds the outputs of the expert at this place for `count` rows, whose entries are `order`, to their sums.
 template <class T>
 void run_expert(const Experts& experts, int place, const T* x, const long* order, long count, Workspace<T>& work,
                 int threads) {

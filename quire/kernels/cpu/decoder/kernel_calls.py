@@ -29,7 +29,6 @@ class StepInputs(NamedTuple):
     context_lens: Any
     block_table: Any
     table_stride: Any
-    """Columns of the block table."""
     num_sequences: Any
     state_slots: Any
     num_state_tokens: Any
@@ -37,7 +36,7 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
+    """Operations on contiguous tensors, or on placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
     ValueError for unsupported arguments.
     """
 
@@ -55,7 +54,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
-        """As [T, *shape]."""
+        """Reshape to [T, *shape]."""
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
@@ -77,8 +76,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """The last argument is the number of threads. If the kernel reports failure, raises IndexError with
-        error_message, or RankEnded.
+        """The last argument must be the number of threads. If the kernel fails, raises IndexError with error_message,
+        or RankEnded.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -281,8 +280,6 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Calls kernels at once. Makes only tensors that it returns."""
-
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
 
@@ -326,7 +323,6 @@ class ImmediateCalls(KernelCalls):
 
 
 def check_cache_dtypes(x: Any, caches: CachePair) -> None:
-    """Raises TypeError."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")

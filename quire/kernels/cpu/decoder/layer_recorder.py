@@ -1,4 +1,4 @@
-"""Records kernel calls of several layers, which recorded.cpp runs in one call, like a CUDA graph."""
+"""Records the kernel calls of several layers, which recorded.cpp runs in one call, like a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
 """As in recorded.cpp."""
 _ALIGNMENT = 64
-"""Bytes of a token's part of a buffer."""
+"""In bytes. Each buffer's part per token is a multiple of it."""
 
 
 class _UnsupportedOperation(Exception):
-    """No compiled kernel supports it."""
+    """No compiled kernel supports the operation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +43,6 @@ class _StepArgument:
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
-    """Stands for a tensor [T, *shape]."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -76,7 +74,7 @@ _FIRST_TABLE = 14
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Computes with placeholders for tensors. Raises _UnsupportedOperation."""
+    """Raises _UnsupportedOperation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
@@ -86,7 +84,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
         self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, maximum
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, and the maximum
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -96,7 +94,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """A layer must return its result where its input was, so that any range of layers can run."""
+        """A layer must return its result in its input's place, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
@@ -197,7 +195,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype None: the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -213,7 +210,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return result
 
     def finish_recording(self) -> None:
-        """Call after the last layer."""
         self._calls = (native_library.Call * len(self._recorded_calls))()
         for call, (kernel, arguments) in zip(self._calls, self._recorded_calls, strict=True):
             encoded = [
@@ -273,7 +269,6 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """`kind`: ctypes type in the kernel's signature."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

@@ -1,5 +1,5 @@
-// Experts whose weights lie in a mapped file: the system is asked for their pages before they are read, all of a step's
-// at once, so that reading them goes on while others are multiplied. Nothing here changes a result.
+// Experts whose weights are in a mapped file. The system is asked for all pages of a step before they are read, so that
+// it reads some while others are multiplied. Nothing here changes a result.
 #pragma once
 
 #include <sys/mman.h>
@@ -8,7 +8,7 @@
 
 namespace mapped {
 
-// Of MappedExperts.counts.
+// Indices of MappedExperts.counts.
 enum { kRead = 0, kKept = 1, kGuessed = 2, kRight = 3 };
 
 // Asks the system to read an expert's pages, without waiting for them.
@@ -17,10 +17,10 @@ inline void ask(const MappedExperts& mapped, int place) {
     madvise(mapped.pieces[i].begin, mapped.pieces[i].bytes, MADV_WILLNEED);
 }
 
-// Of MappedExperts.guessed.
+// Values of MappedExperts.guessed.
 enum { kNotGuessed = 0, kOnlyGuessed = 1, kAskedFor = 2 };
 
-// Asks for the expert at this place, which the step will read.
+// Requests the expert at this place, which the step will read.
 inline void read(const MappedExperts& mapped, int place) {
   ++mapped.uses[place];
   ++mapped.counts[kRead];
@@ -31,13 +31,13 @@ inline void read(const MappedExperts& mapped, int place) {
     ask(mapped, place);
 }
 
-// Whether three of four guesses so far were right. A wrong one has the disk read what nobody needs, while it is the
-// disk that is waited for: docs/internals/lab-notes/cpu.md says what that cost.
+// True if three of four guesses so far were right. A wrong guess makes the disk read what nobody needs, while the disk
+// is the limit: docs/internals/lab-notes/cpu.md says how much that cost.
 inline bool trusted(const MappedExperts& mapped) {
   return mapped.counts[kGuessed] >= 64 && 4 * mapped.counts[kRight] >= 3 * mapped.counts[kGuessed];
 }
 
-// Notes that the next layer may read the expert at this place, and asks for it where guesses are right.
+// Notes that the next layer may read the expert at this place, and requests it if guesses are mostly right.
 inline void guess(const MappedExperts& mapped, int place) {
   if (mapped.guessed[place]) return;
   const bool asks = trusted(mapped) && !mapped.kept[place];

@@ -1,7 +1,7 @@
 """Experts in a mapped file.
 
-The OS reads weights when they are multiplied, and drops them when memory is short. The most used experts are copied to
-pinned slots, which it does not drop. Bits are the same as with weights in memory.
+The OS reads weights when they are used, and drops them when memory is short. The most used experts are copied to pinned
+slots in memory. Bits are the same as with all weights in memory.
 """
 
 from __future__ import annotations
@@ -23,26 +23,24 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Per mapping; also the maximum of unwritten bytes during loading."""
+"""Bytes per mapping, and the most bytes that loading leaves unwritten."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Per rebalance."""
+"""Applies per rebalance."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert replaces a pinned one if used this many times as often."""
+"""An expert replaces a pinned one that is used less than 1 / this times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RelocatableWeights(NamedTuple):
-    """Weights that kernels find through a pointer."""
-
     pointer_address: int
     weights: Tensor
     """[bytes] uint8."""
 
 
 class ReopenedFile:
-    """A second descriptor, for direct I/O if the file system allows it. The file may be unnamed."""
+    """A second file descriptor, for direct I/O if the file system allows it. The file may be unnamed."""
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
@@ -59,26 +57,24 @@ class _FileExtent(NamedTuple):
     address: int
     """Page-aligned."""
     offset: int
-    """Offset in the file."""
     size: int
-    """Bytes."""
 
 
 class MappedWeightArena(native_library.WeightArena):
-    """An unnamed file, which ends with the process."""
+    """An unnamed file, which is deleted when the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError if it can create no file."""
+        """Raises OSError if it cannot create a file."""
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
-        self._chunks: list[tuple[mmap.mmap, int]] = []  # with their offsets in the file
+        self._chunks: list[tuple[mmap.mmap, int]] = []  # with their file offsets
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """By layer, with each expert's weights."""
+        """By layer: each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8 on its own pages. Raises OSError if the disk is full."""
+        """[size] uint8 on its own pages. Raises OSError."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -89,8 +85,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Adds a page for kernels to read ahead. Reserves disk space: a hole that a full disk cannot fill would kill
-        the process.
+        """Adds a page for kernels to read ahead. Reserves disk space, because writing to a hole on a full disk would
+        kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
@@ -116,12 +112,10 @@ class MappedWeightArena(native_library.WeightArena):
         return self._extents[weights.data_ptr()]
 
     def prefetch_weights(self, weights: Tensor) -> None:
-        """Asynchronous."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
-        """For weights that are no longer read here."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -143,7 +137,7 @@ class MappedDiskExperts(DiskExperts):
         """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Steps."""
+        """Rebalances after this many steps."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -161,7 +155,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Pins equally many per layer, while use is unknown."""
+        """The same number per layer, because use is still unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -190,11 +184,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """For measurements as if the OS had no memory for these pages."""
+        """Makes the OS drop these pages, for measurements."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """For measurements: whether to prefetch the next layer's experts before they are chosen."""
+        """Chooses, for measurements, whether the next layer's experts are prefetched before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -205,7 +199,6 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Halves earlier use counts."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -278,7 +271,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """By this process, including page faults and prefetches; 0 if the OS does not report them."""
+    """Counts reads of this process; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -1,23 +1,23 @@
-// Runs a list of calls of the other kernels, which layer_recorder.py notes: those of all layers of a model at once.
-// With one row, the calls from Python would cost as much time as a small model's arithmetic.
+// Runs a list of calls of the other kernels, which layer_recorder.py records for all layers of a model. With one row,
+// the calls from Python would take as much time as a small model's arithmetic.
 #include <type_traits>
 #include <utility>
 
 #include "../kernels.h"
 
-// How an argument follows from its `value` in a step.
+// How to compute an argument in a step from its `value`.
 enum {
-  kFixed = 0,     // it is the value: a number or a pointer, or the bits of a float
+  kFixed = 0,     // the value itself: a number, a pointer, or the bits of a float
   kPerToken = 1,  // value * tokens
   kBuffer = 2,    // memory for intermediate results, from value * tokens bytes on
-  kOfStep = 3,    // the step's number or pointer `value`
+  kOfStep = 3,    // the step's number or pointer with index `value`
   kFetch = 4,     // the pages that are prefetched meanwhile
 };
 struct Argument {
   int64_t kind, value;
 };
 
-using Kernel = int (*)(const int64_t* arguments);  // 0, or else what the kernel itself returns
+using Kernel = int (*)(const int64_t* arguments);  // returns 0, or otherwise the kernel's own result
 struct Call {
   Kernel kernel;
   const Argument* arguments;
@@ -52,7 +52,7 @@ int call(R (*kernel)(A...), const int64_t* arguments) {
 
 constexpr long kMaxFetch = 8 << 20;  // bytes; more would not stay in the caches until it is read
 
-// Lists the pages that an attention, whose arguments it takes but for the first, will read.
+// Lists the pages that an attention will read. Takes its arguments except the first.
 template <class T>
 void list_pages(Fetch* pages, const void*, const void* keys, const void* values, const KVFormat* held, const int32_t*,
                 const int32_t* contexts, const int32_t* table, long table_stride, long key_stride, long value_stride,
@@ -100,14 +100,14 @@ struct Step {
   }
 };
 
-// Returns 0, or the number of the call that failed, from 1 on. While linears multiply, the pages of the next attention
-// are prefetched, if that pays: when many sequences decode. With few rows the multiplications already use all of the
-// memory bandwidth, and prompts read each page for many queries.
+// Returns 0, or the number of the call that failed, from 1 on. If many sequences decode, the pages of the next
+// attention are prefetched while linears multiply. With few rows the multiplications already use all of the memory
+// bandwidth, and prompts read each page for many queries.
 template <class T>
 int run(const Call* calls, int count, const int64_t* values, long tokens, int sequences, long token_bytes,
         Kernel attention) {
   const TilesOfCall all;
-  static thread_local std::vector<char> memory;  // grows to what the largest step needs and is kept
+  static thread_local std::vector<char> memory;  // grows to the needs of the largest step and is never freed
   if (static_cast<long>(memory.size()) < tokens * token_bytes) memory.resize(tokens * token_bytes);
   Fetch pages;
   const Step step = {values, tokens, memory.data(), &pages};

@@ -1,17 +1,16 @@
-// States that are matrices, and rules by which tokens change them: kernels/recurrent/recurrence.py says what a slot
-// keeps. Heads share nothing, and tokens follow one another, so that no bit depends on the batch or on where a sequence
-// was cut.
+// Matrix states, and rules by which tokens change them. kernels/recurrent/recurrence.py says what a slot stores. Heads
+// share nothing, and tokens follow one another, so no bit depends on the batch or on where a sequence was cut.
 #pragma once
 #include "../kernels.h"
 
 namespace recurrence {
 
-constexpr int kTile = 32;                           // tokens whose results wait together
+constexpr int kTile = 32;                           // tokens whose results are processed together
 constexpr int kWide = kAccumulators >= 24 ? 4 : 2;  // vectors of values whose part of a matrix stays in the L1 cache
-constexpr long kWorthwhile = 1 << 16;               // numbers of matrices for which it pays to wake other threads
+constexpr long kWorthwhile = 1 << 16;               // numbers of matrices from which on waking other threads pays
 
-// What a token of a layer gives: `inputs` numbers, and `gates` numbers for its heads, kept apart. A head has one decay,
-// or one per row of its matrix.
+// A token of a layer has `inputs` numbers, and separately `gates` numbers for its heads. A head has one decay, or one
+// per row of its matrix.
 struct Sizes {
   int heads, key, value, drafts, inputs, gates, decays = 1;
 
@@ -20,7 +19,7 @@ struct Sizes {
   long kept() const { return inputs + gates; }
 };
 
-// One sequence in a step: its tokens' numbers, from position `first` on, and the guesses before them.
+// One sequence in a step: its tokens' numbers, from position `first` on, and the draft tokens before them.
 template <class T>
 struct Tokens {
   const T *given, *beside, *guesses;
@@ -33,7 +32,7 @@ struct Tokens {
   const T* gates(long at) const { return at < first ? inputs(at) + sizes.inputs : beside + (at - first) * sizes.gates; }
 };
 
-// Numbers that a tile of tokens gives to the rule, and their results, as float32.
+// A tile of tokens as inputs of the rule, and their results, as float32.
 struct Tile {
   float *q, *k, *v, *out, *decay, *beta;
 };
@@ -47,8 +46,8 @@ float number(const T* p) {
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)), whose series in powers of at most 1/3 ends here: the rest is
-// 2e-9 of it.
+// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)). Its series in powers of at most 1/3 ends here; the rest is 2e-9
+// of it.
 INLINE Vec log_1_plus(Vec u) {
   const Vec s = vdiv(u, vadd(vset(2.0f), u)), square = vmul(s, s);
   Vec p = vset(1.0f / 15);
@@ -62,7 +61,7 @@ INLINE Vec vsoftplus(Vec x) {
   return vadd(vmax(x, vset(0.0f)), log_1_plus(vexp2_below(vmul(size, vset(-kLog2E)))));
 }
 
-// What a token leaves of each row of a matrix.
+// The factor by which a token decays each row of a matrix.
 struct SameDecay {
   Vec kept;
 
@@ -78,7 +77,7 @@ struct DecayPerRow {
 };
 
 // W vectors of columns of a matrix, whose rows are `stride` numbers apart: matrix = decay * matrix + k delta, and then
-// what q reads. Sums of even and of odd rows are made apart, to hide the latency of additions.
+// the readout of q. Even and odd rows are summed separately, to hide the latency of additions.
 template <int W, class Decay>
 INLINE void write_and_read(float* matrix, long stride, int rows, const float* q, const float* k, const Vec* delta,
                            Decay decay, Vec* read) {
@@ -110,7 +109,7 @@ void update_all(const Rule& rule, int head, float* matrix, const Sizes& sizes, c
                             tile.out + i * sizes.value + column, tile.decay + i * sizes.decays, tile.beta[i]);
 }
 
-// Tokens [from, to) of one head of a sequence; those before the step's own have no results.
+// Tokens [from, to) of one head of a sequence. Tokens before the step's own have no results.
 template <class T, class Rule>
 void advance(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix, long from, long to, const Tile& tile) {
   const Sizes& sizes = tokens.sizes;
@@ -126,7 +125,7 @@ void advance(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix,
   }
 }
 
-// All tokens of a head's sequence. Its matrix takes in those before `stop`; the guesses behind, a copy of it.
+// All tokens of a head's sequence. Tokens before `stop` change its matrix. Draft tokens after it change a copy.
 template <class T, class Rule>
 void compute(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix, long seen, long stop, long context) {
   const Sizes& sizes = tokens.sizes;
@@ -147,7 +146,7 @@ void compute(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix,
   advance(rule, tokens, head, copy, stop, context, tile);
 }
 
-// Where a sequence's step begins and ends, what its matrices have seen, and what they are to see.
+// Where a sequence's step begins and ends, the tokens that its matrices have seen, and those that they will see.
 struct Span {
   long first, context, seen, stop;
 
@@ -156,9 +155,9 @@ struct Span {
   }
 };
 
-// A step's sequences.
+// The sequences of a step.
 struct Rows {
-  const int32_t *starts, *contexts, *seen, *known;  // the last two may be null: see Guesses
+  const int32_t *starts, *contexts, *seen, *known;  // the last two may be null without draft tokens
   const int64_t* slots;
   int count;
 
@@ -169,7 +168,7 @@ struct Rows {
   }
 };
 
-// What all tokens of a step give, and what is kept, by slot.
+// Inputs and results of all tokens of a step, and what slots store.
 template <class T>
 struct Layer {
   const T *given, *beside;
@@ -177,8 +176,8 @@ struct Layer {
   T* guesses;
 };
 
-// All sequences; `rule_of(row)`: the rule of a sequence whose first token is the step's so manyeth. Returns 1 where a
-// slot is not there or has no room for so many guesses.
+// All sequences. `rule_of(row)` returns the rule of a sequence whose first token has this index in the step. Returns 1
+// if a slot does not exist or has no room for so many draft tokens.
 template <class T, class RuleOf>
 int run(const Layer<T>& layer, const Rows& rows, long slot_count, const Sizes& sizes, int threads,
         const RuleOf& rule_of) {

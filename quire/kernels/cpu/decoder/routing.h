@@ -1,4 +1,4 @@
-// Which experts a row has, and what each weighs, by kernels/routing.py. A row's result depends on its scores alone.
+// The experts of a row, and their weights, as in kernels/routing.py. A row's result depends only on its scores.
 #pragma once
 
 #include "../exports.h"
@@ -7,7 +7,7 @@ namespace routing {
 
 enum { kSoftmax = 0, kSigmoid = 1, kMixer = 2 };  // kernels/routing.py has the same numbers
 
-// Puts i among the `most` first by value, of equal ones the first; `found` are there.
+// Inserts i among the `most` first by value; ties keep their order. `found` are there already.
 inline int insert(const float* values, int i, int* first, int found, int most) {
   int at = found < most ? found++ : most;
   for (; at > 0 && values[i] > values[first[at - 1]]; --at)
@@ -24,7 +24,7 @@ inline float largest(const float* values, int count) {
   return peak;
 }
 
-// The experts whose group is chosen. `wanted` [count]; memory: [groups] floats and [groups] ints.
+// Marks the experts whose group is chosen. `wanted` [count]; memory: [groups] floats and [groups] ints.
 inline void keep_groups(const Routing& rule, const float* wanted, int count, float* sums, int* kept) {
   const int size = count / rule.groups;
   int found = 0;
@@ -69,8 +69,8 @@ inline void mix(const Routing& rule, const float* scores, int count, int* chosen
   }
 }
 
-// For scores [count], which may be overwritten: chosen and weights [rule.chosen]. memory [2 * count] floats, and
-// [count] ints.
+// Computes chosen and weights [rule.chosen] from scores [count], which may be overwritten. memory: [2 * count] floats,
+// and [count] ints.
 inline void route(const Routing& rule, float* scores, int count, int* chosen, float* weights, float* memory,
                   int* numbers) {
   if (rule.softcap > 0)
@@ -79,7 +79,7 @@ inline void route(const Routing& rule, float* scores, int count, int* chosen, fl
   const bool sigmoids = rule.weights == kSigmoid, by_weight = rule.correction || rule.group_best > 1;
   float* const wanted = by_weight ? memory : scores;
   const float peak = sigmoids ? 0.0f : largest(scores, count);
-  float whole = 0;  // of the softmax
+  float whole = 0;  // sum of the softmax
   if (!sigmoids && (by_weight || !rule.normalized))
     for (int e = 0; e < count; ++e) whole += __builtin_expf(scores[e] - peak);
   if (by_weight)
@@ -93,7 +93,7 @@ inline void route(const Routing& rule, float* scores, int count, int* chosen, fl
     const float score = scores[chosen[i]];
     total += weights[i] = sigmoids ? sigmoid(score) : __builtin_expf(score - peak);
   }
-  // Sums of chosen softmax weights are in parts of the largest, which is what `added` is then beside.
+  // Sums of chosen softmax weights are relative to the largest, and so is `added`.
   const float divisor = rule.normalized ? total + rule.added : sigmoids ? 1.0f : whole;
   for (int i = 0; i < rule.chosen; ++i) weights[i] = weights[i] / divisor * rule.scale;
   if (rule.factors)

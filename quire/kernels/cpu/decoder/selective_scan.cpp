@@ -1,4 +1,4 @@
-// Selective scans: kernels/recurrent/selective_scan.py says what they are.
+// Selective scans (kernels/recurrent/selective_scan.py).
 #include <cmath>
 
 #include "../kernels.h"
@@ -14,7 +14,7 @@ struct Weights {
   float eps;
 };
 
-// Of one sequence's tokens.
+// Parameters of one sequence's tokens.
 template <class T>
 struct Scan {
   const Sizes& sizes;
@@ -22,7 +22,7 @@ struct Scan {
   const T* z;
   T* out;
 
-  // Steps wait where results are put later.
+  // Steps are stored where results are written later.
   void take(const T* given, const T* gates, int head, int place, const Tile& tile) const {
     const long first = static_cast<long>(head) * sizes.value, at = static_cast<long>(place) * sizes.value;
     const T* b = given + sizes.values();
@@ -34,7 +34,7 @@ struct Scan {
     }
   }
 
-  // b or c, normed.
+  // Norms b or c.
   void taken(const T* from, const float* norm, float* to) const {
     const Vec factor = vset(norm ? rms_factor(from, sizes.key, weights.eps) : 1.0f);
     for (int i = 0; i < sizes.key; i += 16) {
@@ -64,7 +64,7 @@ struct Scan {
       vstore(out_of + 16 * w, vfma(vload(skip + 16 * w), vload(v + 16 * w), vadd(even[w], odd[w])));
   }
 
-  // A row of the matrix, and what is read of it.
+  // Updates a row of the matrix and adds its readout.
   template <int W>
   static __attribute__((always_inline)) void row(float* matrix, const float* rate, float q, float k,
                                                  const Vec (&step)[W], const Vec (&delta)[W], Vec (&read)[W]) {

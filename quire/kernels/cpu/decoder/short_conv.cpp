@@ -1,12 +1,12 @@
-// Short convolutions: kernels/recurrent/short_conv.py says what they are, and where a column lies.
+// Short convolutions. kernels/recurrent/short_conv.py defines them and the place of a column.
 #include "../kernels.h"
 
 namespace {
 
-constexpr int kChannels = 64;     // of each thread at a time
-constexpr int kMostColumns = 16;  // that a token sees, itself included
+constexpr int kChannels = 64;     // channels of each thread at a time
+constexpr int kMostColumns = 16;  // tokens that a token sees, itself included
 
-// Where the columns of one sequence lie. Those at the end of a page are in the page, for a piece is a page here.
+// Where the columns of one sequence are. A page stores those at its end, because a piece is a page here.
 template <class T>
 struct Places {
   T* recent;  // [kept, channels]
@@ -23,8 +23,8 @@ struct Places {
 };
 
 // Channels [from, from + count) of a sequence's tokens [first, context): numbers of bcx [tokens, 3 * channels], without
-// gates [tokens, channels], results in out [tokens, channels]. `window` holds the columns of the last tokens, that of
-// position p at p % width.
+// gates [tokens, channels], results in out [tokens, channels]. `window` has the columns of the last tokens; that of
+// position p is at p % width.
 template <bool gated, class T>
 void convolve(const T* bcx, const float* weight, const float* bias, T* out, const Places<T>& places, long first,
               long context, int width, int from, int count) {
@@ -58,7 +58,8 @@ void convolve(const T* bcx, const float* weight, const float* bias, T* out, cons
   }
 }
 
-// The sequences in their order, in each thread for its own channels: one may begin with what one before it stores.
+// Each thread processes the sequences in order, for its own channels, because one may begin with columns that an
+// earlier one stores.
 template <class T>
 int short_conv(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent, const int32_t* starts,
                const int32_t* contexts, const int32_t* table, long table_stride, const int64_t* slots, long pages,

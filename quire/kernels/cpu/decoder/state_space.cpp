@@ -1,4 +1,4 @@
-// Selective state spaces: kernels/recurrent/state_space.py says what they are.
+// Selective state spaces (kernels/recurrent/state_space.py).
 #include <cmath>
 
 #include "../kernels.h"
@@ -17,7 +17,7 @@ struct Weights {
   bool gates_first() const { return !norm || !norm_first; }
 };
 
-// Of one sequence's tokens.
+// Parameters of one sequence's tokens.
 template <class T>
 struct Space {
   const Sizes& sizes;
@@ -59,7 +59,7 @@ struct Space {
   }
 };
 
-// Norms results, each group of a token alone.
+// Norms results, each group of a token by itself.
 template <class T>
 void norm(const Sizes& sizes, const Weights& weights, const T* z, T* out, long tokens, int threads) {
   const int size = static_cast<int>(sizes.values() / weights.groups);

@@ -1,1 +1,0 @@
-"""Linears of the CPU."""

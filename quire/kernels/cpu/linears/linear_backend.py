@@ -19,7 +19,6 @@ _MAX_EXPERTS = 1024
 class CpuLinearBackend(ReferenceBackend):
     keeps_weights_quantized = True
     library: native_library.NativeLibrary
-    """Unset if `missing_reason` is set."""
 
     def __init__(
         self, library: native_library.NativeLibrary | None, *, deterministic: bool, activation_bits: str
@@ -28,17 +27,16 @@ class CpuLinearBackend(ReferenceBackend):
         self.activation_bits = activation_bits
         loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels."""
         if not isinstance(loaded_library, str):
             self.library = loaded_library
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Uses our batch-invariant kernel (linear.cpp).
+        """Uses our batch-invariant kernel (linear.cpp), except for float32 on AVX2.
 
-        On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 for 32, equal from
-        128 up. On AVX-512 without bf16 oneDNN takes 3 times as long for bfloat16; on AVX2 it cannot pack it. In float32
-        on AVX2 oneDNN is faster for more than a few rows; it is used there except for routers, which a compiled MoE
-        calls.
+        On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 times for 32, and
+        equal from 128 up. For bfloat16 oneDNN takes 3 times as long on AVX-512 without bf16, and cannot pack on AVX2.
+        For float32 on AVX2 oneDNN is faster from a few rows up. Routers still use our kernel, because a compiled MoE
+        calls it.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
         if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
@@ -52,7 +50,7 @@ class CpuLinearBackend(ReferenceBackend):
         )
 
     def prefers_native_linear(self, dtype: torch.dtype) -> bool:
-        """True if our kernel, which record_layers requires, serves unquantized linears."""
+        """True if our kernel serves unquantized linears, as record_layers requires."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
         return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
 

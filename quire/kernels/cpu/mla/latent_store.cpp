@@ -1,5 +1,5 @@
-// Latent attention (kernels/latent_params.py): normalizes the latent of each token, applies the rotary embedding to
-// the ends of its queries and of its key, and stores latent and key, side by side as one key of one head, in its page.
+// Latent attention (kernels/latent_params.py): normalizes the latent of each token, applies the rotary embedding to the
+// ends of its queries and of its key, and stores latent and key, side by side as one key of one head, in its page.
 #include "../kernels.h"
 
 #include "../rms.h"
@@ -22,8 +22,8 @@ struct Latents {
   int dim() const { return latent + rotated; }
 };
 
-// Rotates pairs of numbers, neighbours or one of each half; the results stand in halves either way, for queries and
-// keys alike. In float32, rounded once. `out` may be x itself.
+// Rotates pairs of numbers: neighbours, or one of each half. Results are stored as halves in both cases, for queries
+// and keys alike. Computes in float32 and rounds once. `out` may be x itself.
 template <class T>
 INLINE void rotate(const T* x, const float* cosines, int size, int neighbours, T* out) {
   constexpr int kMost = 256;

@@ -1,5 +1,5 @@
-// Linears of which each has inputs and outputs of its own: what latent attention does to each head. A thread multiplies
-// some rows with one of them; a row's bits depend on nothing else, as linear.cpp promises.
+// Linears with their own inputs and outputs, one per head of latent attention. A thread multiplies some rows with one
+// of them. A row's bits depend on nothing else, as in linear.cpp.
 #include "../kernels.h"
 
 #include "../panels.h"
@@ -27,7 +27,7 @@ void multiply_block(const LinearBlocks& blocks, int b, const T* x, T* out, long 
 
 template <class T>
 void multiply_blocks(const LinearBlocks& blocks, const T* x, T* out, long rows, int threads) {
-  constexpr long kOneThreadWork = 900000;  // as linear.cpp has it
+  constexpr long kOneThreadWork = 900000;  // as in linear.cpp
   const PackedLinear& first = blocks.linears[0];
   if ((rows + static_cast<long>(sizeof(T))) * first.in * first.outs * blocks.count < kOneThreadWork) threads = 1;
   const long parts = (rows + kRowBlock - 1) / kRowBlock;

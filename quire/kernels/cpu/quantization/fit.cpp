@@ -1,14 +1,14 @@
-// Weights in 4 bits: for each group of 32, a scale and an offset (or a whole zero point), found as kernels/int4_fit.py
-// says. Sixteen groups are searched at once, one in each lane.
+// Weights in 4 bits: for each group of 32, a scale and an offset (or a whole zero point), found as in
+// kernels/int4_fit.py. Sixteen groups are searched at once, one in each lane.
 #include "../kernels.h"
 
 namespace {
 
 constexpr int kGroup = 32, kTogether = 16;
-constexpr int kFactors = 11;         // parts of a group's range that 15 steps are spread over: 1, 0.97 ... 0.7
-constexpr float kLeast = 0x1p-100f;  // the smallest scale where there are zero points
+constexpr int kFactors = 11;         // fractions of a group's range that 15 steps cover: 1, 0.97 ... 0.7
+constexpr float kLeast = 0x1p-100f;  // the smallest scale with zero points
 
-// To the 11 bits of half floats (kBits 13), or the 8 of bfloat16 (kBits 16), whatever the exponent: Dekker (1971).
+// Rounds to the 11 bits of half floats (kBits 13), or the 8 of bfloat16 (kBits 16), for any exponent: Dekker (1971).
 template <int kBits>
 INLINE Vec rounded(Vec x) {
   const Vec wide = vmul(x, vset(static_cast<float>((1 << kBits) + 1)));
@@ -17,12 +17,12 @@ INLINE Vec rounded(Vec x) {
 INLINE Vec vclamp(Vec x, Vec least, Vec most) { return vmin(most, vmax(least, x)); }
 
 struct Groups {
-  alignas(64) float weights[kGroup][kTogether];  // less the mean of their group, where offsets are fitted
+  alignas(64) float weights[kGroup][kTogether];  // minus the mean of their group, if offsets are fitted
   Vec at(int i) const { return vload(weights[i]); }
 };
 
-// Codes less a group's middle one, of which least and most are the smallest and largest: the nearest to weights that
-// are scale * code + offset.
+// Codes minus a group's middle one, with `least` and `most` as their bounds: the nearest to weights that are scale *
+// code + offset.
 struct Trial {
   Vec scale, offset, least, most;
   Vec inverse = vdiv(vset(1.0f), vmax(scale, vset(kLeast)));
@@ -32,7 +32,7 @@ struct Trial {
   }
 };
 
-// Scale and offset by least squares for the codes of a trial. mean: what was taken off the weights.
+// Scale and offset by least squares for the codes of a trial. mean: what was subtracted from the weights.
 INLINE Trial fitted(const Groups& groups, const Trial& trial, Vec mean, bool zero_points) {
   Vec sum = vset(0.0f), square = vset(0.0f), product = vset(0.0f);
   for (int i = 0; i < kGroup; ++i) {
@@ -86,7 +86,7 @@ struct Best {
   }
 };
 
-// mean: what was taken off the groups; 0 where zero points are wanted.
+// mean: what was subtracted from the groups; 0 with zero points.
 Best search(const Groups& groups, Vec mean, bool zero_points) {
   Vec low = groups.at(0), high = low;
   for (int i = 1; i < kGroup; ++i) {
@@ -141,7 +141,7 @@ void fit(const T* weight, uint8_t* codes, float* scales, float* offsets, int cou
       byte = static_cast<uint8_t>(i % 2 ? byte | static_cast<int>(code[lane]) << 4 : static_cast<int>(code[lane]));
     }
   }
-  alignas(64) float sums[kTogether];  // what was taken off is added again
+  alignas(64) float sums[kTogether];  // the subtracted mean is added again
   vstore(sums, rounded<13>(vadd(trial.offset, vload(means))));
   for (int lane = 0; lane < count; ++lane) {
     scales[lane] = best.scales[lane];

@@ -1,10 +1,10 @@
-// x @ weight.T + bias for weights of 8-bit floats (float8.h), which become bfloat16 on the way; x is not rounded. Each
-// output is the sum of its blocks of inputs in order, a block's the sum of its products in order, times the block's
-// scale: so a row's result has the same bits in every batch. Matrix tiles multiply where x is bfloat16, in their own
-// order, 32 of a block's inputs at a time.
+// x @ weight.T + bias for weights of 8-bit floats (float8.h), which become bfloat16 meanwhile; x is not rounded. Each
+// output is the sum of its blocks of inputs in order. A block's sum is the sum of its products in order, times the
+// block's scale. So a row's result has the same bits in every batch. Matrix tiles multiply if x is bfloat16, in their
+// own order, 32 of a block's inputs at a time.
 //
-// Panels, rows and threads are those of linear.cpp. A panel is packed as [steps of 4 inputs][64 words]. Where the rows
-// are so many that a panel is read several times, its bfloat16 numbers are made first, and kept for all of them.
+// Panels, rows and threads are those of linear.cpp. A panel is packed as [steps of 4 inputs][64 words]. If there are so
+// many rows that a panel is read several times, its bfloat16 numbers are made first, and stored for all of them.
 #include "float8.h"
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 namespace {
 
 constexpr long kStep = 4 * kPanel;  // bytes
-constexpr long kAhead = 8192;       // bytes: how far ahead a weight that is read once is prefetched
+constexpr long kAhead = 8192;       // bytes: how far ahead to prefetch a weight that is read once
 
 template <class X>
 constexpr bool kByTiles = kTiles && sizeof(X) == 2;
-template <class X>  // rows with which a panel is read once
+template <class X>  // maximum of rows with which a panel is read once
 constexpr long kOnce = kByTiles<X> ? kTileRows : std::min(kRows, kAccumulators / kPanelColumns);
 
-// One panel of 64 outputs, and what is done with it.
+// One panel of 64 outputs, and its parameters.
 struct Panel {
   const uint8_t* codes;
   const float *scales, *bias;  // [blocks][64]; [outs], may be null
@@ -32,7 +32,7 @@ struct Panel {
   int in, block, outs;         // outs: from 1 to 64
 };
 
-// Adds the products of R rows with the codes of C columns of 16 outputs: floats, or pairs of bfloat16 in rows of such.
+// Adds the products of R rows with the codes of C columns of 16 outputs: floats, or pairs of bfloat16 for such rows.
 template <int R, int C, class X, class Fetch>
 INLINE void multiply_codes(Vec (&acc)[R][C], const X* const (&rows)[R], const uint32_t* codes, int inputs,
                            const Fetch& fetch) {
@@ -50,7 +50,7 @@ INLINE void multiply_codes(Vec (&acc)[R][C], const X* const (&rows)[R], const ui
           const Words row = wset(word_at(rows[r] + at + 4 / kSteps * step));
           acc[r][c] = dot<X>(acc[r][c], weights, row);
         }
-        if (kHalvesApart && R > 1 && step % 2) asm("" : "+r"(at));  // as in multiply(): the codes are loaded anew
+        if (kHalvesApart && R > 1 && step % 2) asm("" : "+r"(at));  // as in multiply(): the codes are loaded again
       }
   }
 }
@@ -100,7 +100,7 @@ void multiply_panel(const Panel& panel, const X* x, O* out, long out_stride, con
   }
 }
 
-// Makes pairs of the codes of `steps` words of a row from input `begin` on; to [steps][64].
+// Makes pairs of the codes of `steps` words of a row from input `begin` on, to [steps][64].
 INLINE void expand_pairs(const uint8_t* codes, int begin, int steps, uint32_t* to) {
   for (int s = 0; s < steps; s += 2, to += 2 * kPanel) {
     const auto* from = reinterpret_cast<const uint32_t*>(codes + (begin / 4 + s / 2) * kStep);
@@ -112,7 +112,7 @@ INLINE void expand_pairs(const uint8_t* codes, int begin, int steps, uint32_t* t
   }
 }
 
-// Multiplies up to 16 rows with a panel, by matrix tiles, or up to 32 whose pairs are kept.
+// Multiplies up to 16 rows with a panel by matrix tiles, or up to 32 if its pairs are stored.
 template <class O>
 void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long out_stride, const Prefetch& prefetch) {
   alignas(64) float sums[4 * kMostTileRows * 16], totals[4 * kMostTileRows * 16];
@@ -154,7 +154,7 @@ void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long
 // Multiplies `count` rows with one panel. `next` is what to prefetch, or null.
 template <class X, class O>
 void multiply_rows(Panel panel, const X* x, long count, O* out, long out_stride, const char* next, Fetch* meanwhile) {
-  // Groups of rows: of nearly equal size, or by tiles 16, and 32 at a time.
+  // Groups of rows: of nearly equal size, or with tiles 16, and 32 at a time.
   constexpr long kMost = kByTiles<X> ? kMostTileRows : kRows, kFirst = kByTiles<X> ? kTileRows : kRows;
   constexpr long kLines = kStep / 2 / 64;  // of a step of two inputs
   const long groups = (count + kMost - kFirst + kMost - 1) / kMost;
@@ -187,7 +187,7 @@ void multiply_rows(Panel panel, const X* x, long count, O* out, long out_stride,
 
 template <class X, class O>
 void multiply_all(const PackedLinear& l, const X* x, O* out, long rows, int threads, Fetch* meanwhile) {
-  constexpr long kOneThreadWork = 900000;  // as in linear.cpp: with less, waking a thread does not pay
+  constexpr long kOneThreadWork = 900000;  // as in linear.cpp: with less work, waking a thread does not pay
   if ((rows + 1) * l.in * l.outs < kOneThreadWork) threads = 1;
   const Float8Linear& f = *l.float8;
   const long panels = (l.outs + kPanel - 1) / kPanel, bytes = l.in / 4 * kStep;
@@ -227,7 +227,7 @@ void apply(const PackedLinear& l, const T* input, void* out, long rows, int thre
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
 
-// Packs codes [outs][in] to [outs / 64, rounded up][in / 4][64 words]; missing outputs become 0.
+// Packs codes [outs][in] to [outs / 64, rounded up][in / 4][64 words]. Missing outputs become 0.
 EXPORTED void pack_float8(const uint8_t* codes, uint8_t* packed, int in, int outs, int threads) {
   constexpr int kByte[4] = {1, 3, 0, 2};  // of a word, for each of four inputs
   parallel_for(threads, (outs + kPanel - 1) / kPanel, [&](long panel) {

@@ -14,9 +14,7 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """None if the kernel cannot fuse them: it needs equally many inputs per scale, and a multiple of 4 for these and
-    all inputs.
-    """
+    """None if the kernel cannot fuse them."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -25,7 +23,7 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
 
 
 class Float8Linear(CompiledLinearBase):
-    """float8 weights times unrounded x as bfloat16 products; `bias` is added in float32."""
+    """float8 weights times unrounded x, as bfloat16 products. `bias` is added in float32."""
 
     def __init__(
         self,
@@ -57,5 +55,4 @@ class Float8Linear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Codes and scales."""
         return self._codes.nbytes + self._scales.nbytes

@@ -1,4 +1,4 @@
-// What multiplying a tile of rows with a panel of a quantized weight is given: quantized.cpp and
+// Parameters for multiplying a tile of rows with a panel of a quantized weight: quantized.cpp and
 // tiles/quantized_tiles.h.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr long kAhead = 4096;  // bytes: how far ahead a weight that is read once is prefetched
+constexpr long kAhead = 4096;  // bytes: how far ahead to prefetch a weight that is read once
 
 // What to prefetch while a tile is multiplied: until `end`, some cache lines in every kTogether steps, and the lines of
 // `extra`.
@@ -32,7 +32,7 @@ struct Ahead {
   }
 };
 
-// A panel of a part: its groups, and its codes as bytes where they are kept elsewhere.
+// A panel of a part: its groups, and its codes as bytes if these are stored elsewhere.
 struct Panel {
   const QuantizedPart& part;
   const uint8_t *groups, *end;
@@ -42,20 +42,20 @@ struct Panel {
   int outs;                     // from 1 to kOuts
   const float *factors, *bias;  // of the first output; bias may be null
   uint8_t* kept = nullptr;      // [inner][kOuts]; null: none
-  bool is_kept = false;         // the bytes are there already; else they are written
+  bool is_kept = false;         // if true, the bytes are there already; otherwise they are written
 };
 
-// R rows of x, and where their results go.
+// R rows of x, and the place of their results.
 template <class O>
 struct Tile {
   const int8_t* x;
-  long lows;  // how far behind x its low codes are
+  long lows;  // distance from x to its low codes
   const BlockOfRow* blocks;
   O* out;  // the first row's first output of the panel
   long stride;
 };
 
-// What a group has beside its codes.
+// What a group has besides its codes.
 enum Form { kCodes, kScales, kOffsets };
 INLINE Form form_of(const QuantizedPart& part) { return part.offsets ? kOffsets : part.scales ? kScales : kCodes; }
 

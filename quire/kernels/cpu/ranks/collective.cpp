@@ -1,9 +1,9 @@
-// What the ranks of one model do together: each holds a part of every layer (engine/layers/shard.py), and their partial
+// Collectives of the ranks of one model. Each has a part of every layer (engine/layers/shard.py), and their partial
 // results are summed, or put side by side, through memory that all of them have mapped.
 //
-// A rank writes its part to a buffer of its own and raises its count of steps; it reads the others' once their counts
-// are as high. Each rank has two buffers, used in turns: who has begun a step has seen all others begin it, so they
-// have read all of the step before, whose buffers the next one overwrites. One wait per step is enough.
+// A rank writes its part to its own buffer and raises its count of steps. It reads the others' parts once their counts
+// are as high. Each rank has two buffers, used in turns. A rank that has begun a step has seen all others begin it, so
+// they have read all of the step before, whose buffers the next one overwrites. One wait per step is enough.
 #include "exchange.h"
 
 #include <atomic>
@@ -20,9 +20,9 @@
 namespace {
 
 constexpr long kLine = 64, kHeader = 8192;
-constexpr long kWaitNanoseconds = 100'000'000;  // between two looks at whether the others are still there
+constexpr long kWaitNanoseconds = 100'000'000;  // between two checks that the others still exist
 
-// Of one rank, in a cache line of its own; the first line of the memory has only `closed`.
+// One rank's count, in its own cache line. The first line of the memory has only `closed`.
 struct alignas(kLine) Place {
   std::atomic<uint32_t> steps, sleepers, closed;
 };
@@ -31,7 +31,7 @@ static_assert(sizeof(Place) == kLine && std::atomic<uint32_t>::is_always_lock_fr
 Place* place(const Collective& group, int rank) { return reinterpret_cast<Place*>(group.memory + kLine * (1 + rank)); }
 
 #ifdef __linux__
-// Not the private kind: the waiters are other processes.
+// Not the private kind, because the waiters are other processes.
 void sleep_while(std::atomic<uint32_t>& value, uint32_t seen) {
   const timespec longest{0, kWaitNanoseconds};
   syscall(SYS_futex, &value, FUTEX_WAIT, seen, &longest, nullptr, 0);
@@ -42,12 +42,12 @@ void sleep_while(std::atomic<uint32_t>&, uint32_t) { usleep(50); }
 void wake_all(std::atomic<uint32_t>&) {}
 #endif
 
-// Whether a rank has ended: the first one closes the memory when another does, and is the parent of all others.
+// True if a rank has ended. The first one closes the memory when another ends, and is the parent of all others.
 bool gone(const Collective& group) {
   return reinterpret_cast<Place*>(group.memory)->closed.load() || (group.parent && getppid() != group.parent);
 }
 
-// Waits until `other` has begun this step: after `looks` at its count it sleeps. False if a rank has ended.
+// Waits until `other` has begun this step. After `looks` at its count it sleeps. False if a rank has ended.
 bool await(const Collective& group, Place& other, int looks) {
   for (int spins = 0;; ++spins) {
     const uint32_t steps = other.steps.load();
@@ -84,7 +84,7 @@ bool exchange(Collective& group, int looks) {
 namespace {
 
 // x = the sum of all ranks' x, added in the order of the ranks in float32 and rounded once, so that all have the same
-// bits, whatever else is in the batch. Returns 1 if a rank has ended, else 0.
+// bits in every batch. Returns 1 if a rank has ended, else 0.
 template <class T>
 int sum_ranks(Collective& group, T* x, long size, int threads) {
   const long most = group.capacity / static_cast<long>(sizeof(T)), lines = 64;
@@ -111,8 +111,8 @@ int sum_ranks(Collective& group, T* x, long size, int threads) {
 int sum_ranks_f32(Collective* group, float* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 
-// x [size] bytes = the first rank's x. Returns 1 if a rank has ended, else 0. Who waits sleeps at once: the first rank
-// computes something meanwhile that the others do not, so they wait longer than anybody should look.
+// x [size] bytes = the first rank's x. Returns 1 if a rank has ended, else 0. Waiting ranks sleep at once, because the
+// first rank computes something meanwhile that the others do not.
 int share_rank(Collective* group, char* x, long size) {
   for (long begin = 0; begin < size; begin += group->capacity) {
     const long n = size - begin < group->capacity ? size - begin : group->capacity;
@@ -125,7 +125,8 @@ int share_rank(Collective* group, char* x, long size) {
 }
 
 // Puts the ranks' columns side by side: own [rows, starts[rank + 1] - starts[rank]] float32 to out [rows,
-// starts[count]], where it is not null. Returns 1 if a rank has ended, else 0. A row of the widest fits in a buffer.
+// starts[count]], unless null. Returns 1 if a rank has ended, else 0. A buffer must have room for a row of the widest
+// rank.
 int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts) {
   const auto width = [&](int rank) { return starts[rank + 1] - starts[rank]; };
   long widest = 1;

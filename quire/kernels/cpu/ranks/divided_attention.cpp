@@ -1,8 +1,8 @@
-// Attention of ranks that divide the tokens of every sequence (decode context parallelism): each holds the keys and
-// values of all heads for every `count`-th tile of a sequence (attention_tile.h), and the output of some query heads is
-// its own. The ranks put their queries side by side, each computes all heads over its tiles, and each merges what all
-// of them found for its own heads, in the order of the tiles. So a row has the bits that it has where one process holds
-// all tiles (../attention.cpp), whatever else is in the batch and however many ranks there are.
+// Attention of ranks that divide the tokens of every sequence (decode context parallelism). Each has the keys and
+// values of all heads for every `count`-th tile of a sequence (attention_tile.h), and computes the output of some query
+// heads. The ranks put their queries side by side, each computes all heads over its tiles, and each merges the results
+// of all ranks for its own heads, in the order of the tiles. So a row has the same bits as in one process with all
+// tiles (../attention.cpp), in every batch and with any number of ranks.
 #include "exchange.h"
 
 #include <cstring>
@@ -11,8 +11,8 @@
 
 namespace {
 
-// The part of an item that is one tile; its results are at `offset` bytes of its rank's buffer: a Partial for each row,
-// then the rows' values.
+// One tile of an item. Its results are at `offset` bytes of its rank's buffer: a Partial for each row, then the rows'
+// values.
 struct Unit {
   long item, tile, offset;
 };
@@ -22,7 +22,7 @@ constexpr long kAlign = 64;
 template <class T>
 struct RanksAttention {
   Collective& group;
-  Batch batch;  // of all heads
+  Batch batch;  // batch with all heads
   T* out;       // [tokens, own heads, dim]
   int threads;
   std::vector<WorkItem> items;
@@ -39,7 +39,7 @@ struct RanksAttention {
     return partial_bytes(item) + rows(item) * batch.width() * static_cast<long>(sizeof(float));
   }
 
-  // Computes a unit of this rank's.
+  // Computes a unit of this rank.
   void compute(const Unit& unit) {
     const WorkItem& item = items[unit.item];
     const long width = batch.width(), copied = kTileBlocks * batch.copied();
@@ -56,7 +56,7 @@ struct RanksAttention {
                    });
   }
 
-  // Adds a unit of any rank's to the sums of this rank's heads.
+  // Adds a unit of any rank to the sums of this rank's heads.
   void add(const Unit& unit) {
     const WorkItem& item = items[unit.item];
     const int width = batch.width(), each = batch.group();
@@ -71,7 +71,7 @@ struct RanksAttention {
     }
   }
 
-  // Computes some units together, of which no rank's need more than its buffer. False if a rank has ended.
+  // Computes some units together. No rank's units may need more than its buffer. False if a rank has ended.
   bool run(const std::vector<Unit>& units) {
     ++group.steps;
     std::vector<const Unit*> own;
@@ -106,7 +106,7 @@ struct RanksAttention {
     return units.empty() || run(units);
   }
 
-  // The ranks' queries [tokens, own heads, dim] side by side. False if a rank has ended.
+  // Puts the ranks' queries [tokens, own heads, dim] side by side. False if a rank has ended.
   bool gather(const T* own, T* all, long tokens) {
     const long width = static_cast<long>(own_heads()) * batch.dim, size = width * static_cast<long>(sizeof(T));
     const long most = group.capacity / size;
@@ -167,8 +167,8 @@ int attend_over_ranks(Collective& group, Batch batch, T* out, int sequences, lon
 
 }  // namespace
 
-// As paged_attention, but for `heads`, which are those of all ranks, where query and out have this rank's, and sinks
-// are its own; a page has a tile of each rank, of which the caches here have this one's.
+// Like paged_attention, but `heads` counts those of all ranks, while query, out and sinks have this rank's. A page of
+// the table has a tile of each rank, and the caches here have this rank's tiles.
 #define RANKS_ATTENTION(name, T)                                                                                       \
   EXPORTED int name(Collective* group, void* out, const void* query, const void* keys, const void* values,             \
                     const KVFormat* format, const int32_t* starts, const int32_t* contexts, const int32_t* table,      \

@@ -15,15 +15,13 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
-"""Byte offset of the flag that a rank has ended."""
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
-"""About 50 microseconds, longer than a rank lags within a step if each has its own cores."""
+"""About 50 microseconds, longer than ranks with their own cores lag within a step."""
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
-    """See Backend.create_rank_memory."""
     capacity = -(-max(_MIN_BUFFER_BYTES, row_bytes) // 4096) * 4096
     descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _create_unlinked_file()
     os.ftruncate(descriptor, _HEADER_BYTES + 2 * count * capacity)
@@ -34,7 +32,6 @@ class SharedCollective(Collective):
     def __init__(
         self, library: native_library.NativeLibrary, descriptor: int, rank: int, count: int, parent: int = 0
     ) -> None:
-        """See Backend.make_collective."""
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)

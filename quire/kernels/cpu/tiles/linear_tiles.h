@@ -1,7 +1,7 @@
 // A panel's 64 outputs of up to 32 rows of bfloat16, by tiles: linear.cpp, and quantization/float8.cpp.
 //
-// The inner dimension is cut into blocks of 32 inputs from its beginning, always; what is left of it is filled up with
-// zeros. So a row's result has the same bits with any number of rows beside it.
+// The inner dimension is always divided into blocks of 32 inputs from its beginning, and zero-padded. So a row's result
+// has the same bits with any number of other rows.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@
 constexpr int kMostTileRows = 2 * kTileRows;
 constexpr int kBlockWords = kTileWords * kPanel;  // of a block of 32 inputs of a panel
 
-// The last block of x and of a panel's words, where it is not whole.
+// The last block of x and of a panel's words, if it is not whole.
 struct Rest {
   uint32_t x[kMostTileRows][kTileWords] = {};
   uint32_t words[kBlockWords] = {};
@@ -22,8 +22,8 @@ struct Rest {
   }
 };
 
-// Up to 16 rows, `row_words` apart: the weight is read once, block after block. source(s) gives the words of the block
-// from step s on, of which the last has `steps % 16` steps alone; sums [4][16][16].
+// Up to 16 rows, `row_words` apart. The weight is read once, block after block. source(s) returns the words of the
+// block from step s on. The last block has only `steps % 16` steps. sums [4][16][16].
 template <class Source, class Fetch>
 void tile_rows(const uint32_t* x, long row_words, int rows, int steps, float* sums, const Source& source,
                const Fetch& fetch) {

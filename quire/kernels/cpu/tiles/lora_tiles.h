@@ -1,9 +1,9 @@
-// What an adapter adds to up to 16 rows of bfloat16, by matrix tiles. Only lora.cpp includes it.
+// Deltas of an adapter for up to 16 rows of bfloat16, by matrix tiles. Only lora.cpp includes it.
 //
-// A row's sums are in one order, with any number of rows: `down` in blocks of 32 inputs from the first one on, in four
-// sums by turns, which are added in the end; `up` 16 of its inputs at a time. These are float32, and each is two
-// numbers of bfloat16, the second one what the first one lacks: they take the places of a pair of inputs, whose weights
-// are the same.
+// A row's sums have one order, with any number of rows: `down` in blocks of 32 inputs from the first one on, in four
+// alternating sums, which are added at the end; `up` 16 of its inputs at a time. These are float32. Each is two numbers
+// of bfloat16, where the second is the rounding error of the first. They take the places of a pair of inputs, whose
+// weights are equal.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 constexpr int kTileNumbers = 16 * 16;  // of a tile
 
-// Rows of x beside each other, filled up with zeros to whole tiles.
+// Rows of x beside each other, zero-padded to whole tiles.
 class Gathered {
  public:
   Gathered(const bf16* x, int in, const int32_t* rows, int count) : words_((in / 2 + 15) / 16 * 16) {
@@ -36,10 +36,10 @@ class Gathered {
     static thread_local std::vector<uint32_t> words;
     return words;
   }
-  long words_;  // of a row
+  long words_;  // words of a row
 };
 
-// One panel of 16 outputs of down @ x, to `middle`, whose rows are `width` numbers apart.
+// Computes one panel of 16 outputs of down @ x, to `middle`, whose rows are `width` numbers apart.
 INLINE void shrink_panel(const Gathered& x, int count, const uint32_t* panel, int words, float* middle, long width,
                          long ahead) {
   alignas(64) float sums[4][kTileNumbers];
@@ -49,7 +49,7 @@ INLINE void shrink_panel(const Gathered& x, int count, const uint32_t* panel, in
     const uint32_t* weights = panel + step * kTileNumbers;
     for (int line = 0; line < 16; ++line)
       __builtin_prefetch(reinterpret_cast<const char*>(weights + line * 16) + ahead);
-    if (const int left = words - step * 16; left < 16) {  // what follows can be anything
+    if (const int left = words - step * 16; left < 16) {  // anything may follow
       std::memcpy(rest, weights, 64L * left);
       weights = rest;
     }
@@ -76,8 +76,8 @@ INLINE void shrink_panel(const Gathered& x, int count, const uint32_t* panel, in
   }
 }
 
-// Floats of `rank` columns of `count` rows, as pairs of bfloat16 whose sum they nearly are; [count][rank rounded up to
-// 16], filled up with zeros.
+// Floats of `rank` columns of `count` rows, as pairs of bfloat16 with nearly that sum: [count][rank rounded up to 16],
+// zero-padded.
 INLINE void split_floats(const float* from, long width, int count, int rank, uint32_t* to) {
   const int padded = (rank + 15) / 16 * 16;
   for (int r = 0; r < count; ++r, to += padded)
@@ -90,7 +90,7 @@ INLINE void split_floats(const float* from, long width, int count, int rank, uin
     }
 }
 
-// One panel of 16 outputs of up @ middle, as split_floats has it; sums [16][16].
+// Computes one panel of 16 outputs of up @ middle, in the form of split_floats; sums [16][16].
 INLINE void expand_panel(const uint32_t* middle, const bf16* up, int rank, float* sums) {
   const int padded = (rank + 15) / 16 * 16;
   tile_zero<0>();

@@ -1,6 +1,6 @@
 // A tile of up to 16 quantized rows with a panel of 32 outputs, by matrix tiles. Only quantized.cpp includes it.
 //
-// Sums of products are exact, and a block's end is computed as quantized.cpp does, in the order of the blocks. So a
+// Sums of products are exact, and a block's end is computed as in quantized.cpp, in the order of the blocks. So a
 // result has the same bits as without tiles, with any number of rows.
 #pragma once
 
@@ -15,10 +15,10 @@ constexpr int kFew = 4096, kMany = 16384;  // bytes: codes that are multiplied w
 // Consecutive blocks of a panel.
 struct Blocks {
   int begin, end;
-  const uint8_t* bytes;  // their codes, of a byte each; null: the panel has them
+  const uint8_t* bytes;  // their codes, one byte each; null: the panel has them
 };
 
-// Makes bytes of the blocks' 4-bit codes.
+// Expands the blocks' 4-bit codes to bytes.
 INLINE void expand_blocks(const Panel& panel, int begin, int end, uint8_t* to) {
   alignas(64) uint8_t values[16];
   for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(panel.part.table[i] - 128);
@@ -35,7 +35,7 @@ INLINE void expand_blocks(const Panel& panel, int begin, int end, uint8_t* to) {
   }
 }
 
-// The products of a block's lines from x and `codes` on, in tile `To`; stored to [R][16].
+// The products of a block's lines from x and `codes` on, in tile `To`, stored to [R][16].
 template <int R, int To>
 INLINE void multiply_lines(const Line& line, int lines, const int8_t* x, const uint8_t* codes, uint32_t* products) {
   tile_zero<To>();
@@ -94,8 +94,8 @@ INLINE void finish_rows(const Panel& panel, const Tile<O>& tile, int count, cons
   }
 }
 
-// Multiplies a tile of `count` rows with a panel. Codes of 4 bits become bytes in the panel's own memory, where it has
-// some, else a few blocks at a time.
+// Multiplies a tile of `count` rows with a panel. 4-bit codes become bytes in the panel's own memory, if any, otherwise
+// a few blocks at a time.
 template <class O>
 void multiply_by_tiles(const Panel& panel, const QuantizedRows& rows, const Tile<O>& tile, int count, Ahead& ahead) {
   alignas(64) float sums[kTileRows * kOuts];

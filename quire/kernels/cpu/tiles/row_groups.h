@@ -1,10 +1,10 @@
 // Products of a panel of 64 outputs with many rows of bfloat16, by matrix tiles. Only linear.cpp includes it.
 //
 // Rows are multiplied in groups of 32. A group's sums are written to the output while the next group is multiplied, so
-// that vector instructions and stores take turns with tiles. A panel that is decompressed is written tile after tile,
-// because tiles of consecutive memory load faster.
+// that vector instructions and stores alternate with tiles. A decompressed panel is written tile after tile, because
+// tiles of consecutive memory load faster.
 //
-// An element's sum is computed block after block, as tile_rows does: sums that are stored between two chunks of blocks
+// An element's sum is computed block after block, as in tile_rows. Sums that are stored between two chunks of blocks
 // and loaded again keep their bits.
 #pragma once
 
@@ -22,21 +22,21 @@ constexpr long kRowsInL2 = 1536 << 10;             // bytes of rows that are mul
 
 INLINE int blocks_of(int steps) { return (steps + kTileWords - 1) / kTileWords; }
 
-// Where the tiles of a group's rows are, in words but for the stride: those of block b's second 16 rows are at
-// words + b * block + second.
+// Where the tiles of a group's rows are, in words except the stride. Those of block b's second 16 rows are at words + b
+// * block + second.
 struct RowTiles {
   const uint32_t* words;
   long block, second, stride_bytes;
 };
 
-// Rows of x in groups of 32. Where the inner dimension is a whole number of blocks, tiles are loaded from x itself.
-// Other rows, and a last group of fewer rows, are copied and filled up with zeros: [blocks][32][16 words]. The copy is
-// this thread's until it makes the next one.
+// Rows of x in groups of 32. If the inner dimension is a whole number of blocks, tiles are loaded from x itself. Other
+// rows, and a last group of fewer rows, are copied and zero-padded: [blocks][32][16 words]. The copy is valid until
+// this thread makes the next one.
 class RowGroups {
  public:
   RowGroups(const uint32_t* x, int steps, long rows) : x_(x), steps_(steps), rows_(rows) {
     first_copied_ = steps % kTileWords ? 0 : rows / kGroupRows;
-    static thread_local std::vector<uint32_t> memory;  // it grows to what the largest call needs and is kept
+    static thread_local std::vector<uint32_t> memory;  // grows to the needs of the largest call and is never freed
     const size_t words = (groups() - first_copied_) * group_words();
     if (memory.size() < words) memory.resize(words);
     copy_ = memory.data();
@@ -68,8 +68,8 @@ class RowGroups {
   const uint32_t* copy_;
 };
 
-// Where the tiles of a panel's words are, in words but for the stride: block b's of the 16 outputs c is at
-// words + c / 2 * half + b * block + c % 2 * odd.
+// Where the tiles of a panel's words are, in words except the stride. Block b's tile of the 16 outputs c is at words +
+// c / 2 * half + b * block + c % 2 * odd.
 struct PanelTiles {
   const uint32_t* words;
   long half, block, odd, stride_bytes;
@@ -78,7 +78,7 @@ struct PanelTiles {
 // As linear.cpp packs a panel whose inner dimension is a whole number of blocks.
 INLINE PanelTiles packed_tiles(const uint32_t* words) { return {words, 32, kBlockWords, 16, 4 * kPanel}; }
 
-// Each tile consecutive, and the tiles of each half of the outputs.
+// Each tile is consecutive, and so are the tiles of each half of the outputs.
 INLINE PanelTiles consecutive_tiles(const uint32_t* words, int blocks) {
   return {words, blocks * 2L * kTileSize, 2 * kTileSize, kTileSize, 4 * kTileWords};
 }
@@ -90,7 +90,7 @@ INLINE uint32_t* at_step(uint32_t* words, int blocks, int s, int c) {
 }
 
 // Multiplies a group with a panel, to sums. `fetch(b)` is called once for each block, and finish(i) for each i below
-// `pieces`, in their order, between the products.
+// `pieces`, in order, between the products.
 template <class Fetch, class Finish>
 void multiply_group(const RowTiles& x, const PanelTiles& panel, int blocks, float* sums, const Fetch& fetch, int pieces,
                     const Finish& finish) {

@@ -6,7 +6,7 @@
 
 namespace {
 
-struct Shapes {  // as the instruction reads them
+struct Shapes {  // in the format of the instruction
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};  // of a row
   uint8_t rows[16] = {};
@@ -14,9 +14,9 @@ struct Shapes {  // as the instruction reads them
 static_assert(sizeof(Shapes) == 64);
 
 thread_local int first_rows = 0, second_rows = 0, x_bytes = 0;  // 0: the thread's tiles have no shapes
-thread_local int calls = 0;                                     // that this thread is in, one inside the other
+thread_local int calls = 0;                                     // nested calls of this thread
 
-// Notes the shapes that a thread's tiles get. False: they have them already.
+// Notes the shapes that a thread's tiles get. False if they have them already.
 bool are_new(int first, int second, int bytes) {
   if (first == first_rows && second == second_rows && bytes == x_bytes) return false;
   first_rows = first, second_rows = second, x_bytes = bytes;
@@ -52,7 +52,7 @@ void release_tiles() {
   if (are_new(0, 0, 0)) asm volatile("tilerelease");
 }
 #else
-// What the instructions do, one number after the other.
+// Emulates the instructions, one number after the other.
 namespace {
 
 thread_local Shapes shaped;

@@ -1,13 +1,13 @@
-// Matrix tiles (AMX): a tile has up to 16 rows of 64 bytes, and one instruction multiplies 16 rows of x, 32 inputs of
+// Matrix tiles (AMX): a tile has up to 16 rows of 64 bytes, and one instruction multiplies 16 rows of x, 32 inputs
 // each, with these inputs of 16 outputs. B is a weight as linear.cpp packs it: 16 words, each a pair of inputs, of 16
 // outputs.
 //
-// An element of the result depends on nothing but its row, its column and what it was before, whatever the number of
-// rows: the products of the even inputs and of the odd ones are summed apart, each from zero and in their order by
-// fused multiply-adds, and the sum of both is added to the element. Denormals count as zero, before and behind.
-// Measured on Granite Rapids, and described by Intel's manual of instructions (TDPBF16PS). Integers of 8 bits, four in
-// a word and 64 inputs of a row, have an instruction of their own, whose sums are exact (TDPBSSD). tiles.cpp computes
-// the same without the instructions, for tests, where EMULATE_TILES is defined.
+// An element of the result depends only on its row, its column and its value before, for any number of rows. The
+// products of the even inputs and of the odd ones are summed separately, each from zero and in order by fused
+// multiply-adds, and both sums are added to the element. Denormal inputs and results count as zero. Measured on Granite
+// Rapids, and described by Intel's instruction manual (TDPBF16PS). 8-bit integers, four in a word and 64 inputs of a
+// row, have their own instruction, whose sums are exact (TDPBSSD). tiles.cpp computes the same without the
+// instructions, for tests, if EMULATE_TILES is defined.
 #pragma once
 
 #include <cstdint>
@@ -25,15 +25,15 @@ constexpr bool kTiles = false;
 
 constexpr int kTileRows = 16, kTileWords = 16;
 
-// Gives this thread's tiles their shapes: with `second` rows, 0 and 1 have `first` rows of sums, 2 and 3 `second`, and
-// 4 and 5 are rows of x; without, 0 to 3 have `first`, and 4 is x. A row of x has `bytes` of them, and the others,
-// which are of weights, as many words above each other. Nothing is done where they have these shapes already.
+// Gives this thread's tiles their shapes. With `second` rows, 0 and 1 have `first` rows of sums, 2 and 3 `second`, and
+// 4 and 5 are rows of x. Without, 0 to 3 have `first`, and 4 is x. A row of x has `bytes` of them. The other tiles have
+// weights, with a matching number of words in each column. Does nothing if the tiles have these shapes already.
 void shape_tiles(int first, int second, int bytes = 64);
-// Once a thread has nothing to do: while it has shapes, each switch to another program saves 8 KB more.
+// For a thread with nothing to do. While it has shapes, each switch to another program saves 8 KB more.
 void release_tiles();
 
-// Of a kernel's call: when the outermost one of a thread ends, it gives the tiles back. What else the thread runs, such
-// as a library with tiles of its own, may give them other shapes, or none.
+// Scope of a kernel's call. When the outermost one of a thread ends, it releases the tiles. Other code of the thread,
+// such as a library with its own tiles, may give them other shapes, or none.
 void begin_call();
 void end_call();
 class TilesOfCall {
@@ -49,7 +49,7 @@ class TilesOfCall {
 };
 
 #ifdef TILE_INSTRUCTIONS
-// The memory that is read and written is not named, but all of it is, by "memory".
+// "memory" stands for the memory that is read and written, which is not named.
 template <int Tile>
 INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
@@ -66,13 +66,13 @@ template <int Sums, int X, int Weight>
 INLINE void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weight));
 }
-// The same of signed bytes, with sums that are integers.
+// The same for signed bytes, with integer sums.
 template <int Sums, int X, int Weight>
 INLINE void tile_dot_bytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weight));
 }
 #else
-void emulate_shapes(const void* shapes);  // 64 bytes, as LDTILECFG reads them
+void emulate_shapes(const void* shapes);  // 64 bytes, in the format of LDTILECFG
 void emulate_zero(int tile);
 void emulate_load(int tile, const void* from, long stride);
 void emulate_store(int tile, void* to, long stride);

@@ -25,11 +25,10 @@ _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
 """Outputs per program."""
 _ALIGNMENT = 16
-"""Bytes per load."""
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert. Tiles are small up to the first, large above the second."""
+"""Average rows per expert. Up to the first number tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
 """For 16-bit weights; bytes of shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
@@ -38,10 +37,10 @@ _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert, found by address, not copied."""
+    """One linear of every expert, read by address instead of copied."""
 
     parts: list[PackedWeight]
-    """One per expert, of one format, which may be 16-bit."""
+    """All in one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -77,7 +76,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """[rows, outs]. count: experts on all ranks."""
+        """Return [rows, outs]. count: experts on all ranks."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -97,7 +96,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows; with fixed tiles neither do its bits."""
+    """A row's sums do not depend on other rows. With fixed tiles, neither do its bits."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -138,13 +137,12 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`route_tokens` with contiguous results and float32 weights; one kernel for common routings."""
+    """`route_tokens` with contiguous results and float32 weights. Common routings take one kernel."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
@@ -163,7 +161,7 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts for chosen [tokens, top_k] int64, without other ranks' rows."""
+    """Row order and starts for chosen [tokens, top_k] int64, excluding other ranks' rows."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)

@@ -1,6 +1,6 @@
-"""CUDA graphs can hold these kernels: the host reads nothing. There are no atomics, so every sum has one order.
+"""Kernels for CUDA graphs: the host reads nothing. Without atomics every sum has one order.
 
-Row t * top_k + j is token t with its j-th expert. An expert's sorted rows lie between consecutive starts [experts + 1].
+Row t * top_k + j is token t with its j-th expert. Consecutive starts [experts + 1] bound an expert's sorted rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def choose_experts(
     wanted = score
     if CORRECTED:
         wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
-    # Integers ordered like the numbers: NaN highest, taken and missing experts lowest.
+    # Integers in the numbers' order: NaN highest, chosen and missing experts lowest.
     bits = (wanted + 0.0).to(tl.int32, bitcast=True)
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
@@ -94,8 +94,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """OF_TOKENS: x [tokens, inner] to sorted out; else sorted x to out in row order. codes, scales, factors, bias only
-    give types.
+    """OF_TOKENS: x [tokens, inner] to sorted out. Otherwise sorted x to out in row order. codes, scales, factors and
+    bias only give types.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -138,7 +138,7 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sums in order of choice, without other ranks' experts."""
+    """Sums in order of choice, excluding other ranks' experts."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

@@ -1,1 +1,0 @@
-"""Bidirectional attention for images."""

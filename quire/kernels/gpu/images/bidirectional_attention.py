@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention over KV gathered from pages [token, KV head, head_dim], for images."""
+"""scaled_dot_product_attention over KV gathered from pages [token, KV head, head_dim], for images."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
 def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """For queries that see all keys. With a window, which reaches back from each query, they must be the sequence's
-    last. The host waits only if metadata.query_key_lens is empty.
+    """All queries see all keys. With a window, which reaches back from each query, the queries must be the sequence's
+    last tokens. The host waits only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0

@@ -1,1 +1,0 @@
-"""Attention by libraries."""

@@ -1,6 +1,6 @@
-"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, 2.8 to 2.8.3. Later sources read the longest
-context on the host in every paged decode, which CUDA graphs cannot hold, and choose other splits. INSTALL disables
-build isolation because the build imports torch.
+"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, 2.8 to 2.8.3. Later versions read the longest
+context on the host in every paged decode, which CUDA graphs cannot record. INSTALL disables build isolation because the
+build imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, gather_step_kv, import_library
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"
-"""As in pyproject.toml."""
 INSTALL = f"pip install --no-build-isolation '{REQUIREMENT}'"
 _MIN_VERSION, _FIRST_REFUSED_VERSION = (2, 8), (2, 8, 4)
 
@@ -42,7 +41,7 @@ class Flash2Backend(FlashLibraryBackend):
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,
-            # (left, right), -1: unlimited. Unlike left, our window includes the query.
+            # (left, right), -1: unlimited; our window includes the query, left does not
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
         }

@@ -1,8 +1,8 @@
 """flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, which compiles itself at
-its first call.
+its first call. Written against flash_attn/cute/interface.py of 4.0.0b36.
 
-Written against flash_attn/cute/interface.py of 4.0.0b36. Paged ragged keys need compute capability 9 or 10, splits need
-10; on 10, heads of 256 cannot have key counts per sequence.
+Paged ragged keys need compute capability 9 or 10, splits need 10. On 10, heads of 256 cannot have key counts per
+sequence.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
 """All versions so far are betas, which pip installs only by name."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""Without it every start compiles anew. ..._CACHE_DIR names the folder, by default a temporary one."""
+"""Without it every start compiles anew. ..._CACHE_DIR names the folder; default is a temporary one."""
 
 
 class Flash4Backend(FlashLibraryBackend):
     name = "flash4"
     block_size = 128
-    """Keys per tile on Blackwell, so TMA can read pages."""
+    """Keys per tile on Blackwell, so that TMA can read pages."""
     package = "flash-attn-4"
     compute_majors = (9, 10)
     batch_variance_reason = "its tiles and splits depend on the batch"
@@ -50,8 +50,8 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Triton computes decodes on Hopper, which lacks split keys. Without explicit counts flash-attn would choose
-        splits for the whole cache.
+        """Triton computes decodes on Hopper, where splits are unsupported. Without explicit counts flash-attn would
+        choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)
@@ -68,7 +68,7 @@ class Flash4Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right). Unlike left, our window includes the query.
+            # (left, right); our window includes the query, left does not
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: fill the GPU

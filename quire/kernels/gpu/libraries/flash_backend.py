@@ -1,4 +1,4 @@
-"""Base of flash-attn backends. Pages are [page, token, KV head, head_dim]."""
+"""Base of the flash-attn backends. Pages are [page, token, KV head, head_dim]."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class FlashPagedBackend(PagedAttentionBackend):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """flash-attn 2's requirements."""
         if device.type != "cuda":
             return f"runs on NVIDIA GPUs, not on {device.type}"
         if dtype not in _DTYPES:
@@ -133,10 +132,10 @@ class FlashLibraryBackend(FlashPagedBackend):
     compute_majors: tuple[int, ...] = ()
     """Supported major compute capabilities; (): as flash-attn 2."""
     batch_variance_reason = ""
-    """Why a row's bits depend on the batch; "": they do not if deterministic."""
+    """Why a row's bits depend on the batch; "" if they do not when deterministic."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
-        """library: module, or why it is unusable."""
+        """library: the module, or why it is unusable."""
         super().__init__(deterministic=deterministic)
         self._missing_reason = library if isinstance(library, str) else None
         self._library = library
@@ -160,7 +159,7 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """Return the module, or why it is unusable. what: its name in messages."""
+    """Return the module, or why it is unusable."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -177,7 +176,6 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """majors: major compute capabilities that kernels are built for."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None

@@ -1,5 +1,5 @@
-"""torch's scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel, such as those before compute
-capability 8.0. Gathering reads and writes KV again: a decode takes about three times as long as reading it once.
+"""scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel. Gathering reads and writes KV again,
+so a decode takes about three times as long.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """q [S, H, D]. A query's own key is the last of its context."""
+    """q [S, H, D] holds the last token of each context."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]

@@ -1,4 +1,4 @@
-"""PyTorch's own flash-attn 2. Takes block tables and splits from torch 2.13 on (2.12 rejects them); has no softcap."""
+"""PyTorch's own flash-attn 2. Takes block tables and splits from torch 2.13 on (2.12 rejects them). Has no softcap."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class TorchVarlenBackend(FlashPagedBackend):
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
-        Never splits keys: with pages and splits PyTorch leaves rows unwritten
+        Never splits keys, because with pages and splits PyTorch leaves rows unwritten
         (https://github.com/pytorch/pytorch/issues/194167). Unsplit decodes fill few thread blocks, and a causal window
-        prevents packing of query heads, so Triton computes them, unless deterministic: a token needs the same bits in a
-        decode and in a prefill chunk.
+        prevents packing of query heads. Triton therefore computes decodes, unless deterministic: a token needs the same
+        bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -67,7 +67,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right), -1: unlimited. Unlike left, our window includes the query.
+            # (left, right), -1: unlimited; our window includes the query, left does not
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,

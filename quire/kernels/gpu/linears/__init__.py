@@ -1,1 +1,0 @@
-"""Linears of a GPU."""

@@ -1,5 +1,5 @@
 """Batch-invariant matrix products for --deterministic. Libraries choose tiles and splits by the number of rows, so a
-row's bits depend on the batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a
+row's bits depend on the batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here each
 weight has one tiling and no splits, which is slower.
 """
 
@@ -18,7 +18,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""Tiles are twice as wide from here on; enough remain to fill the GPU."""
+"""From here on tiles are twice as wide. There are enough to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,7 +54,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """Exposes its weight, for MoE's own kernel."""
+    """Exposes its weight to the MoE kernel."""
 
     weight: Tensor
     """[outs, inner], contiguous."""
@@ -71,7 +71,6 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """As Backend.pack_linear. A row has the same bits in every batch."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

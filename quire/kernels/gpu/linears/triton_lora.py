@@ -1,6 +1,6 @@
 """LoRA (Hu et al., 2021) for many adapters in a batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
-2023): one kernel shrinks inputs to the rank, another expands them. A tile of sorted rows has a program per adapter,
-which masks other rows. Tiles and inner splits are fixed, so a row's bits depend only on the row and its adapter.
+2023): one kernel shrinks inputs to the rank, another expands them. Rows are sorted by adapter. A tile has one program
+per adapter, which masks other rows. Tiles and splits are fixed, so a row's bits depend only on the row and its adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS_PER_TILE = 16
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Without splits a decode step has too few tiles for a GPU."""
+"""Without splits a decode has too few tiles for a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 """With 64 float32 ranks per tile the expand kernel spills registers."""
 
@@ -129,7 +129,6 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
-        """split: inputs per partial sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank
@@ -153,7 +152,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Adapters need x unrounded."""
+        """Adapters need unrounded x."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 
@@ -186,7 +185,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """Uses pinned memory, for asynchronous copies."""
+        """Pinned memory allows asynchronous copies."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:

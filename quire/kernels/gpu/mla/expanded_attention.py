@@ -1,4 +1,4 @@
-"""MLA of whole prompts with keys and values of all heads. It multiplies less than the absorbed form but rounds
+"""MLA of whole prompts with keys and values of all heads. Multiplies less than the absorbed form but rounds
 differently, so a row's bits depend on the prompt's chunks.
 """
 
@@ -16,7 +16,7 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """As ExpandablePerHeadLinear.attend_expanded. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
+    """See ExpandablePerHeadLinear.attend_expanded. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
     values.
     """
     q = q.contiguous()
@@ -28,7 +28,7 @@ def run_expanded_attention(
     k = torch.matmul(low, absorb)
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
-        # Joined parts fill tiles of power-of-two size better.
+        # Joined parts fill power-of-two tiles better.
         k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
         plain = width
         rotated = 0

@@ -1,4 +1,4 @@
-"""triton_attention.py's kernel with contiguous keys and values per head. Not batch-invariant."""
+"""The kernel of triton_attention.py with contiguous keys and values per head. Not batch-invariant."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to begin + BLOCK_N; MASKED: only those before `queries`."""
+    """Keys `begin` to `begin` + BLOCK_N. MASKED: only those before `queries`."""
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
@@ -55,7 +55,7 @@ def attend_expanded(
     HEADS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     KEPT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """turned [T, KEPT] has R used numbers (maybe 0), equal for all heads. Sequences are whole."""
+    """turned [T, KEPT] has R (maybe 0) used elements, equal for all heads. Sequences are whole."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)
     start = tl.load(query_start + seq).to(tl.int64)

@@ -16,7 +16,7 @@ def rope_and_store_latents(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, ROTATED: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the end of q's heads in place. The program after the last head stores kv [T, L + R]."""
+    """Rotates the end of each head of q in place. The program after the last head stores kv [T, L + R]."""
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)

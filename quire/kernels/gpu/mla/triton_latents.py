@@ -1,5 +1,5 @@
-"""triton_attention.py's kernels with one key for all heads: L numbers, which are also the value, and R rotated ones. A
-tile's rows are (query, head) pairs in q's order, so it need not be a multiple of the head count.
+"""The kernels of triton_attention.py with one key for all heads: L elements, which are also the value, and R rotated
+ones. A tile's rows are (query, head) pairs in q's order, so its size need not be a multiple of the head count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough room, known without the host."""
+    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s, which leaves enough room and needs no host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -37,7 +37,7 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of each key from `begin` on, if before `end`; a scalar if a tile lies in one page."""
+    """Page of each key from `begin` to `end`; a scalar if a tile lies in one page."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -51,7 +51,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to begin + BLOCK_N, if before `end`. page: from _load_page_ids."""
+    """Keys `begin` to `begin` + BLOCK_N, if before `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -87,8 +87,8 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Loads page ids one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
-    same iteration. An unmasked loop would cost registers and instruction fetches.
+    """Loads page ids one tile ahead, because Triton prefetches latents only if their address does not depend on a load
+    in the same iteration. A separate unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -178,7 +178,7 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A split has `length` keys, if before `end`. kept: each row's index in [T * HEADS], and whether it is real."""
+    """A split has up to `length` keys. kept: each row's index in [T * HEADS], and whether it is real."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
@@ -203,7 +203,7 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """LOOPED: a program may have several splits. A loop for one would take registers."""
+    """LOOPED: a program may have several splits. For one split, a loop would only take registers."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

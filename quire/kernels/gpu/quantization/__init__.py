@@ -1,1 +1,0 @@
-"""Quantized weights on a GPU."""

@@ -1,4 +1,4 @@
-"""8-bit activations, and a trial that norms and gates round to the same bits as rounding afterwards."""
+"""8-bit activations. A trial checks that rounding inside norms and gates gives the same bits as rounding afterwards."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""Of BLOCK inputs."""
+"""A block has BLOCK inputs."""
 _ROW_BLOCK = 4096
-"""Inputs per read."""
 _GATE_BLOCK = 2048
-"""Inputs per read."""
 _TRIAL_SHAPE = (17, 4096)
-"""Rows and inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EightBitRounding(ActivationRounding):
     is_integer: bool
-    """Otherwise float8."""
+    """If False, x is rounded to float8."""
     has_block_scales: bool
-    """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
+    """One scale per BLOCK inputs of a row, [blocks, rows]. Otherwise [rows]."""
     pair_distance: int
     """Inputs per step if codes have the order of the weights' words; 0: natural order."""
 
@@ -140,7 +137,7 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Why norms and gates cannot round on this GPU, also logged; None: bits are the same."""
+    """Why norms and gates cannot round on this GPU, or None. Also logs it."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

@@ -1,5 +1,5 @@
-"""PTX that decodes low-bit codes two at a time; Triton's operations take one. Code bits become float bits, then one
-multiply-add gives the exact numbers.
+"""PTX that decodes low-bit codes two at a time, where Triton's operations take one. Code bits become float bits. One
+multiply-add then gives the exact numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None
 _ONE_BITS = {True: 0x3F80, False: 0x3C00}
 """1.0 as bfloat16 (True) and float16."""
 _MAGIC_BITS = {True: 0x4300, False: 0x6400}
-"""128 in bfloat16, 1024 in float16: the last bit counts 1, so OR-ing a small integer adds it."""
+"""128 in bfloat16, 1024 in float16. Their last bit counts 1, so OR-ing a small integer adds it."""
 
 
 def _paired_half_literal(half: int) -> str:
@@ -35,7 +35,7 @@ def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Floats start at bit `at` of each half of the source; their value is 2^exponent times that of their bits in the
+    """Floats start at bit `at` of each half of the source. Their value is 2^exponent times that of their bits in the
     larger type.
     """
     fraction = 7 if wide else 10

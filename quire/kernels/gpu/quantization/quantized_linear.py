@@ -33,21 +33,18 @@ from quire.kernels.quantized_tensors import (
 log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
-"""Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
-"""From here on weights for unrounded x are dequantized, for PyTorch's 16-bit product."""
+"""From here on weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words; shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
-"""Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
-"""Hides memory latency."""
 _MIN_STEPS = 4
-"""Per part of a split inner dimension."""
+"""Each part of a split inner dimension has at least as many steps."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """All parts have the same inputs; outputs are concatenated."""
+    """Parts share their inputs. Outputs are concatenated."""
 
     def __init__(
         self,
@@ -59,9 +56,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. products: PyTorch's for many rows, by part. fuses: norms and gates may give x in 8
-        bits.
-        """
+        """fixed: batch-invariant. products: PyTorch's products for many rows, by part."""
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
@@ -74,13 +69,11 @@ class TritonQuantizedLinear(RoundedInputLinear):
             None if part.input_order is not None else _activation_rounding(part, product)
             for part, product in parts_and_matmuls
         )
-        """A part with another input order rounds by itself."""
         self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
         self._unrounded = (None,) * len(parts)
 
     @property
     def offloadable_tensors(self) -> list[Tensor]:
-        """The large ones only."""
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 
@@ -88,7 +81,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """False for few rows."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -121,7 +113,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """x @ part.T + bias, in `dtype`. out: maybe columns of a wider tensor; None: a new one."""
+        """x @ part.T + bias, in `dtype`. out: may be columns of a wider tensor."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -148,7 +140,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """How x is rounded if it has many rows; None: not at all."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -160,7 +151,7 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """None if a format is unsupported or fails its trial on this GPU. fixed: batch-invariant."""
+    """None if a format is unsupported or fails its trial on this GPU."""
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:
@@ -223,8 +214,8 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Small for few rows, which take the time of reading weights; fixed: one size. part: a weight that is decoded
-    first. Measured on an H100.
+    """Small for few rows, whose time is that of reading weights. fixed: one size. part: weight to decode. Measured on
+    an H100.
     """
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
@@ -314,7 +305,6 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

@@ -1,5 +1,5 @@
 """Products for many rows: float8 (torch._scaled_mm), int8 (torch._int_mm or Triton), and 16-bit with dequantized
-weights. Tiles depend on the number of rows: not for --deterministic.
+weights. Not for --deterministic, because tiles depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, cdiv, num_mult
 from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
-"""Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
-"""On an H100 products of many outputs gain more than fitting the L2 cache does."""
+"""On an H100 products of many outputs gain more than staying in the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
-"""Above this many rows Triton multiplies int8 if its programs are at least 1 / share of the GPU's multiprocessors."""
+"""Above this many rows Triton multiplies int8 if it has at least 1 / share programs per multiprocessor of the GPU."""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""For _scaled_mm; _int_mm requires half of it."""
+"""For _scaled_mm. _int_mm requires half of it."""
 _ROW_MULTIPLE = 4
 """For _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
-"""Relative to the same codes in float64. The result's dtype has 8 bits."""
+"""Relative to float64 with the same codes. The result's dtype has 8 bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
-"""Rows, inputs, outputs."""
 
 
 scaled_mm = torch._scaled_mm
-"""Older PyTorch lacks the public form."""
+"""Older PyTorch lacks the public function."""
 
 
 class TorchMatmulKind(StrEnum):
@@ -71,7 +69,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None if PyTorch's product is right for x of this dtype."""
+    """None if PyTorch's product is right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
@@ -174,7 +172,6 @@ def multiply_rounded(
 def multiply_dequantized(
     part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, most_bytes: int = DEQUANTIZED_BYTES
 ) -> None:
-    """As quantized_linear.py's multiply_unrounded, for 16-bit x and out."""
     most = max(
         INTERLEAVED_OUTPUTS, most_bytes // (part.in_features * x.itemsize) // INTERLEAVED_OUTPUTS * INTERLEAVED_OUTPUTS
     )

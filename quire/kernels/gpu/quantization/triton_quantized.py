@@ -1,11 +1,11 @@
 """Products with quantized weights, decoded in registers.
 
-`multiply_weight_only` decodes exactly to x's dtype. Scales and offsets join the float32 sums once per step, which lies
-in one group. Products are weights by x: 64 outputs fill a tensor core's rows even if x has few.
+`multiply_weight_only` decodes exactly to x's dtype. Scales and offsets are applied to the float32 sums once per step,
+which lies in one group. Products are weights by x, because 64 outputs fill a tensor core's rows even if x has few.
 
 Few rows fill a GPU only with a split inner dimension (`multiply_split_k`, `reduce_split_k`). NESTED makes the same sums
-in the same order, so with one tile size a row has the same bits in every batch. Integers become floats by their bits
-and one addition: the GPU's conversion has an eighth of the rate.
+in the same order, so with one tile size a row has the same bits in every batch. Integers become floats through their
+bits and one addition, because the GPU converts at an eighth of that rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _codes_per_word(kind: int, bits: int) -> int:
 def _decode_packed_codes(
     codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """LOW and HIGH: a table's 16 values, a byte each."""
+    """LOW and HIGH: a table's 16 values, one byte each."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
     fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
@@ -84,8 +84,8 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """STEP words of each of LINES outputs lie side by side, then the next. Outputs past the last get valid pointers:
-    other reads may fault.
+    """STEP words of each of LINES outputs lie side by side, then the next STEP. Outputs past the last get valid
+    pointers, because reading elsewhere may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -122,8 +122,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Reads
-    scales one step ahead: Triton prefetches only dot operands.
+    """Sums words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Reads
+    scales one step ahead, because Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -216,7 +216,7 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32; a part has `length` words of each line. Grid: tiles, parts."""
+    """sums [parts, rows, outs] float32. A part has `length` words of each line. Grid: tiles, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -234,7 +234,6 @@ def multiply_split_k(
 def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Adds parts in order."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -252,7 +251,7 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, inner], in its dtype: weights of outputs from `first` on. Grid: tiles of outputs, steps of a line."""
+    """out [rows, inner]: weights of outputs from `first` on. Grid: tiles of outputs, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -278,7 +277,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x has codes. BLOCK_K inputs share a scale, in x and weights."""
+    """x is codes too. BLOCK_K inputs share a scale, in x and weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -11,14 +11,13 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs per product: the largest that divides a group."""
+"""Inputs per product. The largest that divides a group is used."""
 SCALE_BLOCK = 128
-"""Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
-"""Outputs with words side by side, a step of each, for contiguous reads."""
+"""Outputs whose words lie side by side, one step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
-"""Fraction of a line, for a longer step."""
+"""Most padding that a longer step may add, as a fraction of a line."""
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Doubled 4-bit floats (e2m1), by code."""
 
@@ -27,25 +26,23 @@ _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 class PackedWeight:
     codes: Tensor
     """[lines, words]: int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes (`_pack_byte_pairs`), maybe
-    interleaved; otherwise [outs, in], a byte or a number each.
+    interleaved; otherwise [outs, in], one byte or number each.
     """
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
-    """[groups, outs], to be multiplied by the factors; None: 1."""
+    """[groups, outs], multiplied by the factors; None: 1."""
     offsets: Tensor | None
-    """[groups, outs], to be multiplied by the factors; None: 0."""
+    """[groups, outs], multiplied by the factors; None: 0."""
     group_size: int
-    """Inputs per scale; the last may be smaller."""
+    """Inputs per scale. The last group may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
     """KIND, LOW, HIGH, SCALED and OFFSET."""
     in_features: int
     inputs_per_step: int
     out_features: int
     input_order: Tensor | None = None
-    """As in GroupedWeight."""
     rounds_activations: bool = False
-    """To 8 bits."""
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
@@ -79,13 +76,13 @@ class PackedWeight:
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Replaces missing ones by a tensor that the kernel does not read."""
+        """Missing ones become a tensor that the kernel does not read."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """None if a group is not a multiple of a step. 8-bit integers with one scale per output multiply x in 8 bits."""
+    """None if groups are not multiples of a step. 8-bit integers with one scale per output multiply x in 8 bits."""
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -109,8 +106,8 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """None if a scale's inputs are not a multiple of a step. native: the GPU multiplies float8, so x is rounded to it
-    if blocks allow.
+    """None if a scale's inputs are not multiples of a step. native: the GPU multiplies float8, so x is rounded to
+    float8 if blocks allow.
     """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
@@ -134,8 +131,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """For contiguous reads: few rows take the time of reading weights. Zero-pads outputs. Does not change byte codes
-    and weights for PyTorch's products.
+    """For contiguous reads, which dominate the time of few rows. Zero-pads outputs. Byte codes and weights for
+    PyTorch's products stay unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -164,7 +161,6 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
-    """Up to 16 values, one byte each."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
 
@@ -180,13 +176,13 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step that splits the inputs into whole pairs of steps, else the longest."""
+    """The longest step that splits the inputs into whole pairs of steps; otherwise the longest."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """codes: [out, in]. Of two steps the first becomes the low bytes, the second the high bytes. Unchanged if the
-    inputs are not a multiple of two steps.
+    """codes: [out, in]. Of two steps the first becomes the low bytes, the second the high bytes. Unchanged if inputs
+    are not a multiple of two steps.
     """
     if codes.shape[1] % (2 * step):
         return codes.contiguous()

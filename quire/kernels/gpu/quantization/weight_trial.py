@@ -1,5 +1,5 @@
-"""Tries each quantized format before its first weight is packed: nothing else shows what another compiler or GPU makes
-of the kernels.
+"""Tries each quantized format before packing its first weight. Only this shows whether kernels are right with this
+compiler and GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
-"""Inputs are rounded up to whole groups."""
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative, with x maybe in 8 bits; a float8 significand has 4."""
+"""Relative, with x maybe in 8 bits. A float8 significand has 4."""
 
 
 class QuantizedFormat(NamedTuple):
     bits: int
-    """Integer bits; 0: float8."""
     code_values: tuple[int, ...] | None
     scale_block: tuple[int, int]
     """(outputs, inputs) per scale; 0: all."""
@@ -31,7 +29,6 @@ class QuantizedFormat(NamedTuple):
 
 
 PackFunction = Callable[..., Linear | None]
-"""quantized_linear.py's `pack_without_trial`."""
 
 
 def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:
@@ -65,7 +62,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """None if packed weights multiply correctly or are unsupported. counts: numbers of rows."""
+    """None if packed weights multiply correctly, or the format is unsupported."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)

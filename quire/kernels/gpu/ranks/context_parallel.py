@@ -9,14 +9,16 @@ from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
 def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
-    """For q [T, H, any], with `values` numbers per head; with a shard, a packed partial softmax."""
+    """q [T, H, any] gives the rows, `values` the elements per head. With a shard, the tensor is for a packed partial
+    softmax.
+    """
     if shard is None:
         return q.new_empty((*q.shape[:2], values))
     return q.new_empty((*q.shape[:2], values + 2), dtype=torch.float32)
 
 
 def merge_rank_outputs(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Batch-invariant `merge_shard_attention` of kernels/attention/reference_attention.py."""
+    """Batch-invariant `merge_shard_attention` (kernels/attention/reference_attention.py)."""
     ranks, tokens, heads, width = parts.shape
     out = parts.new_empty((tokens, heads, width - 2), dtype=dtype)
     sizes = (heads, width - 2, next_power_of_2(width - 2), ranks, sinks is not None)

@@ -1,7 +1,7 @@
-"""Small sums in one launch over GPUs of one machine: launches dominate a decode step's sum.
+"""Small sums in one launch over the GPUs of one machine. Launches dominate the time of a decode's sums.
 
-CUDA IPC shares memory. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its sums
-never end without all ranks, and timeouts end the CUDA context.
+CUDA IPC shares memory. PyTorch's symmetric memory is unsuitable: its rendezvous changes between versions, its sums
+never end if a rank is missing, and timeouts destroy the CUDA context.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""All programs must run at once; any GPU can run this many."""
+"""All programs must run at once. Every GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
 """Each rank reads all numbers. For more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
-"""Takes minutes; a rank's end is noticed earlier in other ways."""
+"""Takes minutes. Other mechanisms notice earlier that a rank has ended."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
 """A failed rank waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
-"""(number of elements, dtype)."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -50,8 +49,8 @@ class OneShotAllReduce:
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
-        """rank_memories: each rank's `rank_memory_bytes` zeros, as reached by this rank. host_flags: [2] int32 zeros in
-        host memory that the GPU reaches. max_polls: of another rank's count before giving up a sum.
+        """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
+        in host memory that the GPU reaches. max_polls: polls of another rank's count before giving up a sum.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -66,7 +65,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds in float32 and rank order. A given-up sum is garbage: see `raise_if_failed`."""
+        """Adds in float32 and rank order. A sum that is given up is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -76,11 +75,9 @@ class OneShotAllReduce:
         return out
 
     def stop_waiting(self) -> None:
-        """Any thread may call it."""
         self.host_flags[0] = 1
 
     def raise_if_failed(self) -> None:
-        """Raises RankEnded if a sum was given up."""
         if self.host_flags[1]:
             raise RankEnded("an all-reduce was given up")
 
@@ -102,7 +99,7 @@ def verify_all_reduce(
     sizes: Sequence[SumShape] = _TRIAL_SUMS,
     max_polls: int = _TRIAL_POLLS,
 ) -> None:
-    """Raises ValueError unless sums have the bits of a CPU's."""
+    """Raises ValueError unless sums have the same bits as on a CPU."""
     sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*sizes, *sizes)):
         generator = torch.Generator().manual_seed(number)
@@ -134,8 +131,8 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """All ranks call it, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
-    trial fails. Raises RuntimeError if a rank does not come. storages: PyTorch's class that shares GPU memory.
+    """Call on all ranks. Returns None on all, and logs why, if a GPU does not reach another's memory or the trial
+    fails. Raises RuntimeError if a rank does not call. storages: PyTorch's class that shares GPU memory.
     """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:
@@ -145,7 +142,6 @@ def connect_one_shot(
     errors = list[str]()
 
     def try_action(make: Callable[[], bytes]) -> bytes:
-        """b"-" if it fails."""
         try:
             return make()
         except Exception as error:  # the fallback is NCCL
@@ -184,6 +180,6 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Opens another rank's memory for this rank's GPU, which then reaches the other GPU's."""
+    """Another rank's memory, as this rank's GPU reaches it."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -2,11 +2,11 @@
 others, waits for their signals, and adds all numbers in float32 and rank order.
 
 A program waits only for the same program on other ranks. Its signal is a count of sums. Two buffers alternate: a rank
-reuses one once all ranks have signaled the next sum, which they start only after reading this one. A release of system
-scope after a barrier makes stores visible; readers poll with acquires.
+reuses one once all ranks have signaled the next sum, which they start only after reading this one. A system-scope
+release after a barrier makes stores visible, and readers poll with acquires.
 
-Nothing waits forever: polls are counted, and programs also poll a stop flag in host memory. After a program gives up,
-its rank never signals again, so no rank adds invalid numbers.
+No wait is endless: polls are counted, and programs also poll a stop flag in host memory. After a program gives up, its
+rank never signals again, so no rank adds invalid numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def sum_over_ranks(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """addresses [RANKS] int64: each rank's memory, with HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks
-    write, then two places of PART times 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and
-    whether one gave up. words [2] int32 in host memory: stop flag, given-up flag.
+    """addresses [RANKS] int64: each rank's memory: HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks write,
+    then two buffers of PART * 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and whether one
+    gave up. words [2] int32 in host memory: stop flag, given-up flag.
     """
     program, i = tl.program_id(0), tl.arange(0, PART)
     if tl.load(counts + PROGRAMS) == 0:

@@ -1,1 +1,0 @@
-"""Recurrent states on a GPU."""

@@ -20,18 +20,18 @@ from quire.kernels.recurrent.recurrence import RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
-"""Tokens of a sequence."""
+"""Counts the tokens of a sequence."""
 _MAX_KEY_DIM = 128
-"""More is untested."""
+"""Larger sizes are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
-"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns fills nearly all of an H100. Stages
-take up to 218 of its 227 KB of shared memory.
+"""Columns of a head's matrix per program. One prompt with 32 heads of 128 columns nearly fills an H100. Stages take up
+to 218 of its 227 KB of shared memory.
 """
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """Only on Hopper: other GPUs have less shared memory or other products, and are untested. Not with a decay per row,
-    which needs other products. longest: tokens.
+    """True only on Hopper, because other GPUs have less shared memory or other products, and are untested. A decay per
+    row would need other products. longest: tokens.
     """
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     able = able and not (isinstance(rule, DeltaRule) and rule.has_row_decay)

@@ -2,16 +2,15 @@
 and depend on how a prompt was cut.
 
 G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
-
     readout       exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
     next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
-For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
-exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). Terms without S are computed first, for
-all chunks at once.
+For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with
+A_ij = beta_i exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). Terms without S are
+computed first, for all chunks at once.
 
-A float32 operand is the sum of two bfloat16: about 100 times as exact as bfloat16 at twice the cost, or three times if
-both operands are float32.
+A float32 operand is split into two bfloat16, which is about 100 times as exact as bfloat16 at twice the cost, or
+three times if both operands are float32.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from quire.kernels.gpu.recurrent.triton_common import (
 )
 
 RECURRENCE_CHUNK = 64
-"""Tokens; Hopper's products have 64 rows."""
+"""In tokens. Hopper's products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """The sum is x up to 2^-17 of it. The first is rounded with integers: scalar conversions are slow."""
+    """Their sum differs from x by at most 2^-17 of it. Rounds with integers, because scalar conversions are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one; some
+    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one. Some
     numbers may be unused.
     """
     row = 0
@@ -76,7 +75,7 @@ def prepare_delta_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16, the
+    """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16,
     last two: coefficients of d in readouts. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next matrix, of
     the matrix.
     """
@@ -137,8 +136,8 @@ def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr
 def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """tiles, the first two: (1 + A)^-1 beta. Solves the four diagonal blocks of 16 rows at once, row by row, and the
-    blocks below by products, in one warp.
+    """tiles, first two: (1 + A)^-1 beta. In one warp, solves the four diagonal blocks of 16 rows at once, row by row,
+    and the blocks below by products.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)

@@ -1,6 +1,6 @@
-"""A program of advance_delta, advance_scan or advance_space has some columns of one head's matrix of a sequence, and
-computes token by token: read [T, HEADS, VALUE] and matrices. One warp keeps sums over a column within it. One loop body
-serves decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
+"""advance_delta, advance_scan and advance_space compute token by token: read [T, HEADS, VALUE] and matrices. A program
+has some columns of one head's matrix of a sequence. One warp holds whole columns, so it can sum over them. One loop
+body serves decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
-"""Pointers without alignment."""
+"""Pointers that may be unaligned."""
 
 
 @triton.jit
 def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
-    """Index of a sequence's first token in the step; positions of that token, of the first token not in the matrix, of
+    """Index in the step of a sequence's first token; positions of that token, of the first token not in the matrix, of
     the first draft token, and of the end.
     """
     start = tl.load(query_start + row)
@@ -29,7 +29,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True for sequences of at least `long` tokens (0: never), none a draft or accepted draft."""
+    """True for sequences of at least `long` tokens (0: never) that have no draft or accepted draft tokens."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -38,7 +38,7 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a position's inputs in the step or, before `first`, among the slot's draft inputs."""
+    """Pointers to a position's inputs: in the step or, before `first`, among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -49,7 +49,7 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """x above 20, as in PyTorch. Exact for small exp(x): it cancels the rounding of 1 + exp(x)."""
+    """x above 20, as in PyTorch. Exact for small exp(x), because it cancels the rounding of 1 + exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     some = tl.log(whole) * (power / tl.where(whole == 1.0, 1.0, whole - 1.0))
@@ -61,7 +61,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read the previous step's."""
+    """Runs after all programs have read the draft inputs of the previous step."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
@@ -81,7 +81,7 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
+    """NORMED: RMSNorm of pieces of SIZE elements with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
     dtype before. SIGMOID: gates are the sigmoid of z, not SiLU.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Computes long prompts by chunks, unless bits must not depend on how a prompt was cut. The host never waits."""
+"""Computes long prompts by chunks, unless bits must not depend on how prompts are cut. The host never waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ times the bytes per second of 8. 16 is a compromise if the kernel also computes 
 """
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
-"""As in Falcon H1; compute capability 12.0 spills registers with more columns."""
+"""As in Falcon H1. Compute capability 12.0 spills registers with more columns."""
 _DRAFT_BLOCK = 1024
 _GATE_BLOCK = 1024
 assert L2_NORM_EPS == 1e-6, "what advance_delta adds"
@@ -41,7 +41,7 @@ def run_recurrence(
     *,
     fixed: bool,
 ) -> Tensor:
-    """fixed: bits do not depend on how sequences were cut into steps."""
+    """fixed: bits do not depend on how sequences are cut into steps."""
     assert isinstance(rule, SupportedRule), f"no kernel for {type(rule).__name__}"
     inputs = inputs.contiguous()
     z = z.contiguous()

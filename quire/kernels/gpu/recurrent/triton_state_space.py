@@ -19,7 +19,7 @@ def _load_space_token(
     numbers, others, wanted, head, k_at, v_at,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """A head's x [BLOCK], its group's b and c [KEY_PAD], and its dt; 0 if the token is not `wanted`."""
+    """A head's x [BLOCK] and dt, its group's b and c [KEY_PAD]; 0 unless `wanted`."""
     x = tl.load(numbers + head * VALUE + v_at, mask=wanted & (v_at < VALUE), other=0.0)
     of_group = numbers + HEADS * VALUE + (head // (HEADS // GROUPS)) * KEY + k_at
     b = tl.load(of_group, mask=wanted & (k_at < KEY), other=0.0)
@@ -34,7 +34,6 @@ def advance_space(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps are clamped to `least` and `most`."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)

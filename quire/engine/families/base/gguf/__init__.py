@@ -1,1 +1,0 @@
-"""GGUF tensor names and metadata of families."""

@@ -23,9 +23,7 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """Values by key without the architecture's prefix, as in "qwen3moe.expert_count". Raises ModelError for a wrong
-    type.
-    """
+    """Values by key, such as "expert_count" for "qwen3moe.expert_count". Raises ModelError for a wrong type."""
 
     header: GGUFHeader
     architecture: str
@@ -105,33 +103,28 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:
-    """Omitted fields are like Llama's."""
-
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Distinguishes families of the same architecture name. Raises ModelError."""
+    """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like `layer_modules`, but full tensor names with suffix."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
-    """False: files have experts if the family has."""
+    """Otherwise files have experts if the family has."""
     has_latent_attention: bool = False
     """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """Delta nets' value heads are ordered by index within a key head."""
+    """Value heads of delta nets are ordered by their index within a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Reads the family's own fields. The mapping holds the common ones."""
 
 
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """With is_mlp_sized, an expert's width is intermediate_size."""
+    """is_mlp_sized: an expert's width is intermediate_size."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:
@@ -155,5 +148,5 @@ def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
 
 
 def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
-    """Layers without key-value heads are of type `other_type`."""
+    """Layers without key-value heads are `other_type`."""
     return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

@@ -22,9 +22,8 @@ MAMBA2_GGUF_TENSORS: Mapping[str, str] = {
     "ssm_dt.bias": "mamba.dt_bias",
     "ffn_norm": "post_attention_layernorm.weight",
 }
-"""Falcon-H1's second norm is ffn_norm, without a suffix."""
 _ASSUMED_CONTEXT = 131_072
-"""Replaces the million tokens in files of models without a limit."""
+"""Models without a limit have a million tokens in files."""
 _UNLIMITED_CONTEXT = 2**20
 
 

@@ -1,1 +1,0 @@
-"""Types and bounds of config.json's fields."""

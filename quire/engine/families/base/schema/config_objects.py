@@ -1,4 +1,4 @@
-"""Rare fields and nested objects of config.json, and bounds that schemas share."""
+"""Rare fields and nested objects of config.json, and shared bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from msgspec import Meta
 
 MAX_WIDTH = 2**24
 Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
-"""Bounds for sizes of hidden states, heads and MLPs, and for numbers of heads and experts."""
 WidthOrZero = Annotated[int, Meta(ge=0, le=2**24)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
 ConvWidth = Annotated[int, Meta(ge=2, le=16)]
@@ -47,7 +46,7 @@ class Gemma4Fields(TypedDict, total=False):
 
 
 class LinearAttnConfig(TypedDict, total=False):
-    """Layers count from 1."""
+    """Layer numbers begin at 1."""
 
     num_heads: Width | None
     head_dim: Width | None

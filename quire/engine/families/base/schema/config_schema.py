@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. The bounds keep a start from computing or allocating for
-ever. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. Without bounds, a start could compute or allocate without
+end. null means a missing field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """EXAONE 4's repeated pattern: L layers have a window, G layers none."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
-"""A multimodal model's text decoder is below one of these keys."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -56,7 +55,7 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
-    """See `rope_table` for the fields that each rope_type needs."""
+    """See `rope_table` for the fields of each rope_type."""
 
     rope_type: ShortText | None
     type: ShortText | None
@@ -84,7 +83,7 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """One set for all layers, or, in Gemma 3, for each kind of layer."""
+    """One set for all layers or, in Gemma 3, one per kind of layer."""
 
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
@@ -319,8 +318,6 @@ _Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
 
 
 class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
-    """Read by `quire plan`. Lists are ignored."""
-
     head_dim: WidthOrZero | None
     num_kv_heads: Width | list[Any] | None
     kv_channels: Width | None
@@ -334,15 +331,13 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """Read for transformers' classes, which read other fields themselves."""
-
     architectures: list[ShortText] | None
     is_decoder: bool | None
     eos_token_id: _TokenId | _TokenIds | None
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """Bounds are SamplingParams'."""
+    """The bounds are those of SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

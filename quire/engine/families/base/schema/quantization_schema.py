@@ -1,4 +1,4 @@
-"""Types and bounds of quantization_config; see engine/checkpoint/quantization.py."""
+"""Types and bounds of quantization_config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """compressed-tensors' group of linears. Rules for activations are not read: kernels have their own."""
+    """Rules for activations are ignored, because kernels have their own."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
@@ -38,7 +38,7 @@ class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """Not in files: the dtype that a CPU computes GGUF weights in."""
+    """Not in files: dtype in which a CPU computes GGUF weights."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

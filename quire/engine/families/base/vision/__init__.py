@@ -1,1 +1,0 @@
-"""Vision specs and image fields of a model's files."""

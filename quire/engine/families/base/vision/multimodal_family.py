@@ -11,6 +11,5 @@ class MultimodalFamily:
     model_types: tuple[str, ...]
     text_model_type: str
     read_vision_spec: Callable[[VisionConfig], VisionSpec] | None
-    """Raises ModelError. None: only text is supported."""
+    """None: only text is supported. Raises ModelError."""
     takes_unnormalized_pixels: bool = False
-    """Pixels may range from 0 to 1."""

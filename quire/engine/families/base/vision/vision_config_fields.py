@@ -9,7 +9,6 @@ from msgspec import Meta
 LayerWidth = Annotated[int, Meta(ge=1, le=2**20)]
 PixelSide = Annotated[int, Meta(ge=1, le=2**14)]
 PixelArea = Annotated[int, Meta(ge=1, le=2**28)]
-"""A number of pixels or a side length: some fields may be either."""
 _ShortText = Annotated[str, Meta(max_length=256)]
 _RGBValues = Annotated[list[Annotated[float, Meta(ge=-1e3, le=1e3)]], Meta(min_length=3, max_length=3)]
 _LayerCount = Annotated[int, Meta(ge=1, le=4096)]
@@ -23,8 +22,6 @@ _SizePairs = Annotated[
 
 
 class VisionConfigFields(TypedDict, total=False):
-    """Missing fields have transformers' defaults."""
-
     model_type: _ShortText | None
     hidden_size: LayerWidth | None
     embed_dim: LayerWidth | None
@@ -98,7 +95,7 @@ class SizeFields(TypedDict, total=False):
 
 
 class PreprocessorFields(TypedDict, total=False):
-    """From preprocessor_config.json, or processor_config.json's image_processor."""
+    """These come from preprocessor_config.json, or image_processor of processor_config.json."""
 
     do_image_splitting: bool | None
     do_normalize: bool | None

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
-"""Limits a tower's square input."""
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Statistics of CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,6 @@ class TowerShape:
     num_layers: int
     num_heads: int
     patch_size: int
-    """Side length in pixels."""
     activation: str
     eps: float
 
@@ -59,11 +56,10 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Per content: lengths of its runs of adjacent tokens. Text may stand between runs."""
+        """Per content: lengths of its runs of adjacent tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Counts only tokens that features replace."""
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
@@ -80,33 +76,28 @@ class VisionSpec(ABC):
     tower_shape: TowerShape
     normalization: PixelNormalization
     resample_filter: int
-    """Pillow's filter number."""
     image_token_id: int
-    """Token that features replace."""
 
     @property
     def template_image_token_id(self) -> int:
-        """Token that chat templates write."""
         return self.image_token_id
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images have their own vectors, and are never in prompts."""
+        """Images are never in prompts."""
         return False
 
     @property
     def is_bidirectional(self) -> bool:
-        """Tokens of a content attend to each other in both directions."""
         return False
 
     @property
     def max_bidirectional_tokens(self) -> int:
-        """Most tokens of a content that attend to each other."""
         return self.make_layout(1, 1).num_tokens
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Extra image features are added to the outputs of this many first layers of the text model."""
+        """This many first layers of the text model add extra image features."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
@@ -114,8 +105,8 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """Cost in tokens of a step's budget. A patch costs about one token, since towers are narrower than text models,
-        plus attention: 1,024 patches of width 768 took a third of the linears' time.
+        """In tokens of a step's budget. A patch costs about one token, plus attention: 1,024 patches of width 768 took
+        a third of the linears' time.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -144,7 +135,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Counts only linears of the tower's layers, to which --quantization applies."""
+        """Only these are quantized by --quantization."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
@@ -156,24 +147,22 @@ class VisionSpec(ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchMergingVisionSpec(VisionSpec):
     merge_size: int
-    """Patches per side of a token."""
 
     @property
     def merged_patch_size(self) -> int:
-        """Side length in pixels."""
         return self.tower_shape.patch_size * self.merge_size
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """Squares come by rows. The image must consist of whole squares."""
+    """By rows. The image must consist of whole squares."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """Return (columns, rows) with the ratio nearest to the image's. If several are equally near, a larger grid wins
-    only if the image has more than half of its pixels. Grids of equal size keep their order.
+    """The (columns, rows) with the ratio nearest to the image's. Of equally near grids, a larger one wins only if the
+    image has more than half of its pixels.
     """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
@@ -195,10 +184,9 @@ class VisionConfig:
     model_fields: ModelConfigFields
     preprocessor: PreprocessorFields
     text_config: Mapping[str, Any]
-    """Unchecked."""
     file_label: str
     parameters_only: bool = False
-    """Only config.json is known, to count parameters."""
+    """Reads only config.json."""
 
     def config_error(self, text: str) -> ModelError:
         return ModelError(f"model: {self.file_label}: {text}")
@@ -232,7 +220,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raise ModelError if preprocessor_config.json contradicts the sizes."""
+        """Raises ModelError if preprocessor_config.json contradicts them."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -242,7 +230,7 @@ class VisionConfig:
     def pixel_normalization(
         self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
     ) -> PixelNormalization:
-        """Arguments are defaults. Without `use_file_values` they override the file. Raises ModelError."""
+        """Arguments are defaults, or override the file without `use_file_values`. Raises ModelError."""
         preprocessor = self.preprocessor
         normalization = PixelNormalization(
             tuple((use_file_values and preprocessor.get("image_mean")) or mean),
@@ -270,7 +258,6 @@ class VisionConfig:
         return float(theta) if isinstance(theta, int | float) and theta >= 1 else default
 
     def image_size(self, default: int) -> int:
-        """Side length in pixels."""
         size = self.tower.get("image_size") or default
         if isinstance(size, list):
             if size[0] != size[1]:
@@ -279,12 +266,13 @@ class VisionConfig:
         return size
 
     def preprocessor_size(self) -> SizeFields:
-        """A number is a square's side."""
         size = self.preprocessor.get("size") or {}
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raise ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE patches."""
+        """Raises ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE
+        patches.
+        """
         if self.parameters_only:
             return
         patches = side // shape.patch_size

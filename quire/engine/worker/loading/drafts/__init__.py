@@ -1,1 +1,0 @@
-"""Drafters with weights."""

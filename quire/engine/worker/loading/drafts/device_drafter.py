@@ -32,14 +32,12 @@ class DeviceDrafter(Protocol):
         """False if none is left."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every variant for steps of up to `step_tokens`; a dry run computes nothing."""
+        """Launch every variant for steps of up to `step_tokens`. A dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
-    """A drafter that has no KV blocks yet."""
-
     is_on_all_ranks: ClassVar[bool]
-    """False: on the first rank only."""
+    """Otherwise it is on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...
@@ -57,9 +55,7 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts. `make_runner`: for
-        draft heads.
-        """
+        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts."""
 
 
 @dataclass(frozen=True, slots=True)

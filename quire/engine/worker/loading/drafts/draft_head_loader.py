@@ -74,7 +74,6 @@ class LoadedDraftHead:
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner] = DraftHeadRunner,
     ) -> DraftHeadRunner:
-        """See LoadedDrafter.start_drafter."""
         assert config.speculative_config is not None
         input_batch, has_scratch_block = (
             allocation.input_batch,
@@ -150,7 +149,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """Same names for all layouts. Excludes unused tensors."""
+    """All layouts get the same names."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")

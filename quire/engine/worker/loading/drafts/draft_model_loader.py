@@ -78,7 +78,7 @@ def load_draft_model(
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
-    """`eos_token_ids`: the served model's. Raises ConfigError if the draft model does not fit the served one."""
+    """Raises ConfigError if the models do not fit."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:

@@ -6,14 +6,12 @@ from quire.engine.common.config import EngineConfig
 
 
 class SpareBlockLayout(NamedTuple):
-    """See DraftBlockLayout in engine/spec_decode/model_drafter.py."""
-
     first_spare_block: int
     spare_per_slot: int
     max_model_len: int
 
 
 def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
-    """Blocks for draft tokens, in addition to those of the slot's sequence."""
+    """Blocks for draft tokens, beyond those of the sequence."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

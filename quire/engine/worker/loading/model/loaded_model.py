@@ -22,18 +22,16 @@ class LoadedModel:
     adapter_slots: AdapterManager | None
     quantization: str
     read_bytes: int
-    """Bytes of the weights as read, before online quantization."""
+    """Counts the weights in files, before online quantization."""
     kv_groups: KVCacheGroups
-    """Groups of all pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
     shard: ModelShard = UNSHARDED
     decoder_class: type[Decoder] = Decoder
-    """Ignored by the transformers backend."""
     stage: int = -1
-    """By default the last, which without a pipeline has all layers."""
+    """Default: the last, which without a pipeline has all layers."""
 
 
 WHOLE_MODEL = ModelPart()

@@ -30,7 +30,7 @@ def check_weights_fit(
     layers: int,
     on_disk: re.Pattern[str] | None = None,
 ) -> None:
-    """Raise ConfigError if a CPU's memory cannot hold the weights."""
+    """Raises ConfigError if a CPU's memory cannot hold the weights."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
         stored = read_checkpoint_size(path, make_main_model_filter(layers), excluded_pattern=on_disk)
         check_weights_fit_memory(stored, str(dtype).removeprefix("torch."), config.online_quantization)
@@ -44,7 +44,7 @@ def fill_weights(
     path: Path | None,
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
-    """Return bytes. Dense modules come from folders in `path`."""
+    """Returns bytes. Dense modules come from folders in `path`."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
@@ -57,7 +57,7 @@ def fill_weights(
             sizes = CheckpointSize(sum(math.prod(each.shape) for each in resident), 0)
             check_weights_fit_memory(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
         all_tensors = chain(dummy_stream(table, config.seed, device))
-    is_untrusted = path is None or config.weights is not None  # from a trainer, which may have diverged
+    is_untrusted = path is None or config.weights is not None  # a trainer's weights may have diverged
     with torch.inference_mode():
         size = load_weights(
             table, all_tensors, device=device, require_finite=is_untrusted and config.load_format != "dummy"

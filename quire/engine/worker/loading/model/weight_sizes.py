@@ -17,7 +17,6 @@ def weight_bytes_in_memory(table: ParameterTable, config: EngineConfig, backend:
 
 
 def weight_bytes_after_quantization(table: ParameterTable, config: EngineConfig) -> int:
-    """Bytes in memory after online quantization."""
     bits, in_8_bits = 0.0, is_embedding_quantized(config.online_quantization, config.quantize_embedding)
     for name, each in table.items():
         element_bits = 8.0 * each.dtype.itemsize
