@@ -60,12 +60,12 @@ def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def _describe_turn(record: RequestRecord, timeline: Timeline) -> dict[str, Any]:
-    first = timeline.first_token_at
+    start, first = min(record.arrived_at, timeline.submitted_at), timeline.first_token_at
     return {
         "id": record.answer_id,
         "created": record.created_at,
         **_token_counts(timeline),
-        "first_token_ms": None if first is None else round((first - min(record.arrived_at, timeline.submitted_at)) * 1000, 3),
+        "first_token_ms": None if first is None else round((first - start) * 1000, 3),
     }
 
 
