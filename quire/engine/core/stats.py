@@ -26,7 +26,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Adds the counters of earlier engines."""
+        """Adds the counters of earlier engines; gauges stay."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -199,8 +199,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are in seconds of time.monotonic(). Fields must not be tracked by the garbage collector: with 100,000
-    records, it held up the event loop for milliseconds.
+    """Times are in seconds of time.monotonic(). The garbage collector must track no field, because with 100,000 records
+    it held up the event loop for milliseconds.
     """
 
     number: int

@@ -19,7 +19,7 @@ from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble in a word of each of eight consecutive outputs."""
+"""Eight consecutive outputs have these nibbles of a word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """[in]; None if unchanged."""
+        """Order of the linear's inputs, [in]; None if unchanged."""
         net = self._net
         if (
             net is None

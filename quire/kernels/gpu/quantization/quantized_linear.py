@@ -214,8 +214,8 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Small for few rows, whose time is that of reading weights. fixed: one size. part: weight to decode. Measured on
-    an H100.
+    """Returns small tiles for few rows, whose time is that of reading weights. fixed: one size. part: weight to decode.
+    Measured on an H100.
     """
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)

@@ -154,7 +154,7 @@ class PatchMergingVisionSpec(VisionSpec):
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """By rows. The image must consist of whole squares."""
+    """Yields squares by rows. The image must consist of whole squares."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
