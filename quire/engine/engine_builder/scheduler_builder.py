@@ -19,7 +19,7 @@ def make_scheduler(
     worker: StartedWorker,
     eos_token_ids: tuple[int, ...],
     drafter: Drafter | None,
-    kv_offloader: KVOffloader,
+    kv_offloader: KVOffloader | None,
 ) -> Scheduler:
     """Raises ConfigError."""
     plan = worker.kv_plan

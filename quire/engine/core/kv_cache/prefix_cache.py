@@ -20,7 +20,7 @@ class PrefixCache:
         counts: LiveCounters,
         *,
         enabled: bool,
-        snapshots: StateSnapshots,
+        snapshots: StateSnapshots | None,
     ) -> None:
         """`hash_block_size`: in tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
@@ -41,7 +41,9 @@ class PrefixCache:
     @property
     def match_unit(self) -> int:
         """Tokens; 0 if the cache is off."""
-        return max(self.hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
+        if not self.is_enabled:
+            return 0
+        return max(self.hash_block_size, 0 if self.snapshots is None else self.snapshots.interval_tokens)
 
     def reset_writes_and_unpin_expired(self) -> None:
         self._first_written.clear()
