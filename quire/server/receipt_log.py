@@ -97,7 +97,7 @@ class ReceiptWriter:
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
         """Failed answers are logged too; repeated ones were logged before."""
-        if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
+        if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

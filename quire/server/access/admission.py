@@ -45,8 +45,9 @@ class Admission:
         self.rejections = dict.fromkeys(REJECTION_REASONS, 0)
         self._client = client
         self._config = config
+        self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
-        self._token_budget = SharedCapacity(config.max_queued_tokens + config.max_running_requests * context_length)
+        self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
         """Prompt tokens of unsettled calls. Clients that do not read hold theirs after the engine is done."""
 
     def start_draining(self) -> None:
@@ -70,7 +71,7 @@ class Admission:
         queued = self._config.max_queued_requests
         num_answers, max_answers = (
             num_prompts * n,
-            self._config.max_running_requests + ((queued + 1) // 2 if self._has_api_keys else queued),
+            self._max_running_requests + ((queued + 1) // 2 if self._has_api_keys else queued),
         )
         if num_answers > max_answers:
             param = "prompt" if num_prompts > 1 else "n"
@@ -91,7 +92,7 @@ class Admission:
         (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
         """
         client, config = self._client, self._config
-        waiting = max(0, client.num_open + requests - config.max_running_requests)
+        waiting = max(0, client.num_open + requests - self._max_running_requests)
         room = config.max_queued_requests - waiting
         mine = min(waiting, client.num_open_of(tenant.name) + requests)
         if room < 0 or (self._has_api_keys and mine > room + 1):
