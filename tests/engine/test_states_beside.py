@@ -23,8 +23,8 @@ from quire.engine.client.weights import Weights
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.scheduler_output import SlotCopy
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.state_snapshots import SnapshotConfig, StateSnapshots
+from quire.engine.core.kv_cache.block_pool import BlockPool
+from quire.engine.core.kv_cache.state_snapshots import SnapshotConfig, StateSnapshots
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process_client import InProcessClient

@@ -1,5 +1,6 @@
 """Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it lately sent them. Prompts are hashed as in engine/core/block_pool.py. No clock, no input and no output here.
+what it lately sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. No clock, no
+input and no output here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
+from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
 """Tokens per hash."""

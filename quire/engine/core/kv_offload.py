@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from quire.engine.common.scheduler_output import BlockLoadRecord
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.request import Request
 from quire.engine.core.stats import TierStats

@@ -7,7 +7,7 @@ from enum import Enum
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import EncoderChunk
 from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, TokenLogprob
-from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
+from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from quire.engine.common.scheduler_output import (
     SchedulerOutput,
 )
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
-from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import NO_DRAFT, Draft, Drafter, draft_sources
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK
 from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.engine.common import clock
 from quire.engine.common.executor import BlockMover
 from quire.engine.common.scheduler_output import BlockLoadRecord
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request

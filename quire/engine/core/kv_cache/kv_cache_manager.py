@@ -13,13 +13,13 @@ from typing import Any
 
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.common.scheduler_output import BlockCopy, SlotCopy
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
+from quire.engine.core.kv_cache.state_snapshots import StateSnapshots
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.state_snapshots import StateSnapshots
 from quire.engine.core.stats import LiveCounters
 from quire.engine.processes.kv_events import KVEventPublisher
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.common.scheduler_output import BlockCopy
-from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK, block_hash_with_group_id
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.pinned_sessions import PinnedSessions
 from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
-from quire.engine.core.pinned_sessions import PinnedSessions
+from quire.engine.core.kv_cache.state_snapshots import StateSnapshots
 from quire.engine.core.request import Request
-from quire.engine.core.state_snapshots import StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from quire.engine.common import clock
 from quire.engine.common.types import DEFAULT_KEEP_SECONDS
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
+from quire.engine.core.kv_cache.state_snapshots import SnapshotPosition, StateSnapshots
 from quire.engine.core.request import Request
-from quire.engine.core.state_snapshots import SnapshotPosition, StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5

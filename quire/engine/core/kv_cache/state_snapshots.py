@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.engine.common.scheduler_output import SlotCopy
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
