@@ -357,7 +357,8 @@ class Scheduler:
         new_blocks = request.block_ids[request.num_sent_blocks :]
         if NULL_BLOCK in new_blocks:  # never read, but must be a valid block id
             new_blocks = [max(block, 0) for block in new_blocks]
-        request.mark_encoded(chunk.encoder_chunks)
+        if chunk.encoder_chunks:
+            request.mark_encoded(chunk.encoder_chunks)
         request.num_computed_tokens += count + num_drafts
         request.num_tokens_in_flight += sample + num_drafts
         request.num_sent_blocks = len(request.block_ids)

@@ -142,11 +142,14 @@ class ModelRunner:
             return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
         self._update_slots(scheduler_output)
         self._apply_copies(scheduler_output)
-        return self._step_splitter.launch(SchedulerOutput(scheduler_output.without_encoder_only.scheduled_requests))
+        return self._step_splitter.launch(SchedulerOutput(self._rows_with_tokens(scheduler_output).scheduled_requests))
 
     def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         self._update_slots(scheduler_output)
-        return self._plan_batch(scheduler_output.without_encoder_only)
+        return self._plan_batch(self._rows_with_tokens(scheduler_output))
+
+    def _rows_with_tokens(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        return scheduler_output if self._encoder_cache is None else scheduler_output.without_encoder_only
 
     def _plan_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         """May be called again with parts of the batch."""
