@@ -24,7 +24,7 @@ REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_d
 
 class AdmissionTicket:
     def __init__(
-        self, reservation: TokenReservation, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
+        self, reservation: TokenReservation | None, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
     ) -> None:
         self._reservation = reservation
         self._token_budget = token_budget
@@ -34,7 +34,8 @@ class AdmissionTicket:
 
     def settle_usage(self, used_tokens: int) -> None:
         """Also releases the prompts' share of the budget."""
-        self._reservation.settle_usage(used_tokens)
+        if self._reservation is not None:
+            self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
 
@@ -84,7 +85,9 @@ class Admission:
                 f"Too many prompt tokens are held already ({self._token_budget.total_used}). Please try again later"
             )
             raise self._make_counted_error("max_num_queued_tokens", message)
-        reservation = tenant.limits.reserve_tokens(prompt_tokens + num_answers * (max_tokens or 0))
+        reservation = None
+        if tenant.limits.has_limits:
+            reservation = tenant.limits.reserve_tokens(prompt_tokens + num_answers * (max_tokens or 0))
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
@@ -143,9 +146,11 @@ class RateLimitedRoute(EngineOptionalRoute):
         async def handle_rate_limited(request: Request) -> Response:
             self.check_admission_before_body_read(request)
             limits = tenant_of(request.scope).limits
-            limits.count_request()
+            if limits.has_limits:
+                limits.count_request()
             response = await handle(request)
-            response.headers.update(limits.ratelimit_headers())
+            if limits.has_limits:
+                response.headers.update(limits.ratelimit_headers())
             return response
 
         return handle_rate_limited
