@@ -1,6 +1,5 @@
 """Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it lately sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. No clock, no
-input and no output here.
+what it lately sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. No clock, no input, no output.
 """
 
 from __future__ import annotations
