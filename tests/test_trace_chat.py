@@ -22,11 +22,14 @@ STATIONS = (
 )
 MAX_LINES = 8000
 """Lines of the functions that run for a chat: an afternoon's reading."""
+MAX_FILES = 130
+"""Files of these functions. A feature that a plain chat does not use is decided once or by a field of the request."""
 
 
 @pytest.mark.slow
 def test_chat_passes_pipeline_stations_in_order() -> None:
     calls = traced()
     assert 1000 < lines_of(calls) < MAX_LINES
+    assert 50 < len({call.path for call in calls if call.process != "worker"}) < MAX_FILES
     first_calls = [next(call.when for call in calls if call.name == station) for station in STATIONS]
     assert first_calls == sorted(first_calls)

@@ -31,7 +31,7 @@ from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import InvalidRequest, QuireError
 from quire.engine.common.types import Image, MediaSpan
-from quire.engine.core.block_pool import block_hash, root_hash
+from quire.engine.core.kv_cache.block_pool import block_hash, root_hash
 from quire.engine.core.request_history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import BlockTableView, TierStats

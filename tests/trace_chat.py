@@ -157,7 +157,7 @@ def summary(calls: Sequence[Call]) -> str:
     """Functions, files, folder changes and lines of the server, of the engine and of both."""
     parts = {process: [call for call in named(calls) if call.process == process] for process in ("server", "engine")}
     rows = []
-    for name, part in {**parts, "both": named(calls)}.items():
+    for name, part in {**parts, "both": parts["server"] + parts["engine"]}.items():
         paths, changes = {call.path for call in part}, sum(room_changes(part, process) for process in parts)
         rows.append(
             f"{name}: {len(part)} functions, {len(paths)} files, {changes} changes of room, {lines_of(part)} lines"

@@ -105,7 +105,8 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv_cache_manager.reset_prefix_cache()
-        self.scheduler.kv_offloader.clear_tiers()
+        if self.scheduler.kv_offloader is not None:
+            self.scheduler.kv_offloader.clear_tiers()
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
@@ -127,7 +128,8 @@ class EngineCore:
         return forward.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     def shut_down(self) -> None:
-        self.scheduler.kv_offloader.close_tiers()
+        if self.scheduler.kv_offloader is not None:
+            self.scheduler.kv_offloader.close_tiers()
         self.scheduler.kv_cache_manager.stop_publishing_events()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:

@@ -128,7 +128,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
         match decode_to_engine(socket.recv()):
             case Submit(requests, images):
                 is_idle = False
-                for request in attach_images(requests, images):
+                for request in attach_images(requests, images) if images else requests:
                     engine.add_request(request)
             case Abort(ids):
                 is_idle = False

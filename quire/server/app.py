@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.shared_client import SharedClient
@@ -14,22 +13,10 @@ from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_
 from quire.server.access.tenants import Tenants
 from quire.server.app_builder import build_app
 from quire.server.peers import PeerLink
-from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
-from quire.server.runtime.server_context import ModelDispatcher
+from quire.server.runtime.server_context import ModelDispatcher, SingleModelDispatcher
 from quire.server.served_model import ServedModelSpec
 from quire.server.workers.pool import LaunchProcess
-
-
-class SingleModelDispatcher:
-    def __init__(self, runtime: ModelRuntime) -> None:
-        self.loaded_runtimes = (runtime,)
-
-    async def dispatch_request(
-        self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
-    ) -> None:
-        scope["runtime"] = self.loaded_runtimes[0]
-        await handler(scope, receive, send)
 
 
 def create_app(

@@ -93,8 +93,8 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Also logs failed answers, but not repeated ones, which were logged before."""
-        if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
+        """Failed answers are logged too; repeated ones were logged before."""
+        if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

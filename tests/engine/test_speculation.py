@@ -57,8 +57,9 @@ class Replaceable(Drafter):
 
     drafter: Drafter = field(default_factory=NullDrafter)
 
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return self.drafter.can_ever_draft(request)
+    @property
+    def needs_grammar(self) -> bool:
+        return self.drafter.needs_grammar
 
     def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return self.drafter.propose(asked, tokens)

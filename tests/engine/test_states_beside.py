@@ -23,8 +23,8 @@ from quire.engine.client.weights import Weights
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.scheduler_output import SlotCopy
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotConfig
+from quire.engine.core.kv_cache.block_pool import BlockPool
+from quire.engine.core.kv_cache.state_snapshots import SnapshotConfig, StateSnapshots
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process_client import InProcessClient
@@ -120,7 +120,7 @@ def test_snapshot_with_pending_slot_copy_is_not_evicted() -> None:
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
     pages.cache_block(page, digest)
-    snapshots = PooledStateSnapshots(pages, 16, SnapshotConfig(1, 16), first_slot=3)
+    snapshots = StateSnapshots(pages, 16, SnapshotConfig(1, 16), first_slot=3)
     slot = snapshots.reserve_slot_for_load()
     assert slot == 3
     snapshots.finish_load(slot, digest, is_complete=True)

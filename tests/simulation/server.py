@@ -20,13 +20,12 @@ from quire.engine.client.engine_process import Launcher
 from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.server.access.tenants import Tenants
-from quire.server.app import SingleModelDispatcher
 from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
 from quire.server.durability.persistence import open_configured_data_dir
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
-from quire.server.runtime.server_context import ModelDispatcher, ServerContext
+from quire.server.runtime.server_context import ModelDispatcher, ServerContext, SingleModelDispatcher
 from quire.server.served_model import ServedModelSpec
 from tests.server.api import NAME, VOCAB_SIZE
 from tests.simulation.clock import PROCESS, Awaited, Owned

@@ -357,7 +357,7 @@ class EngineClient:
             new = entry.emitted[before:] if before else entry.emitted
             if self._misses is not None:
                 self._misses.finish_request(request_id, new)
-            if self.turns is not None:
+            if self.turns is not None and entry.request.session:
                 self.turns.record_turn(entry.request, new)
         if entry.cached_tokens is None:
             self._queued_tokens -= len(entry.request.prompt_ids)

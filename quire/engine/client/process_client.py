@@ -26,7 +26,7 @@ from quire.engine.client.weights import Change
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
-from quire.engine.common.types import EngineCoreRequest, EngineInfo
+from quire.engine.common.types import EngineCoreRequest, EngineInfo, Image
 from quire.engine.core.stats import BlockTableView, EngineStats, EngineView
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCalls, UtilityResult, make_call
@@ -235,7 +235,10 @@ class ProcessClient(ExclusiveClient):
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            self._process.send(messages.Submit(*messages.detach_images([self.owner.request(each) for each in ready])))
+            requests, images = [self.owner.request(each) for each in ready], list[Image]()
+            if any(request.images for request in requests):
+                requests, images = messages.detach_images(requests)
+            self._process.send(messages.Submit(requests, images))
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:

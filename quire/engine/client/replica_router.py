@@ -1,5 +1,5 @@
-"""Decides which replica computes a request. What replicas have cached is inferred from what was sent to them. Prompts
-are hashed as in engine/core/block_pool.py. No clock and no I/O.
+"""Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
+what it lately sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. No clock, no input, no output.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
+from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
 MOST_PIECES = 2**16

@@ -64,19 +64,20 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 
 
 class Drafter(ABC):
+    needs_grammar = False
+    """True if only requests with a grammar are drafted for. The host must see each token of a request that is drafted
+    for before the next step.
+    """
+
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         """`num_step_tokens` excludes drafts."""
-
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        """If True, the host must see each token before the next step."""
-        return True
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
         """Learn how many drafts were accepted."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when it has finished."""
+        """Called when it has finished, if it could be drafted for."""
 
 
 class TokenwiseDrafter(ABC):
@@ -95,8 +96,9 @@ class TokenwiseDrafter(ABC):
 
 
 class NullDrafter(Drafter):
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return False
+    """The source of a GrammarDrafter that drafts only what grammars force."""
+
+    needs_grammar = True
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [Draft([]) for _ in draft_requests]

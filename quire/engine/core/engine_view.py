@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from quire.engine.common.types import MediaSpan
-from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from quire.engine.core.kv_cache.block_tables import without_null_blocks
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler

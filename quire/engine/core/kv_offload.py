@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from quire.engine.common.scheduler_output import BlockLoadRecord
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.request import Request
 from quire.engine.core.stats import TierStats
@@ -67,50 +67,4 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def close_tiers(self) -> None:
-        """Finish storing, then end the threads."""
-
-
-class NullKVOffloader(KVOffloader):
-    capacity_text = ""
-    load_seconds = 0.0
-
-    @property
-    def has_open_loads(self) -> bool:
-        return False
-
-    @property
-    def num_blocks_not_stored(self) -> int:
-        return 0
-
-    def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
-        pass
-
-    def offload_blocks_before_free(self, request: Request) -> None:
-        pass
-
-    def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        return False
-
-    def take_loaded_requests(self) -> Sequence[Request]:
-        return ()
-
-    def cancel_load(self, request: Request) -> None:
-        pass
-
-    def wait_for_loads(self) -> None:
-        pass
-
-    def take_load_records(self) -> list[BlockLoadRecord]:
-        return []
-
-    def record_step_cost(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def clear_tiers(self) -> None:
-        pass
-
-    def tier_stats(self) -> list[TierStats]:
-        return []
-
-    def close_tiers(self) -> None:
-        pass
+        """Store blocks on their way, then end the threads."""

@@ -7,7 +7,7 @@ from enum import Enum
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import EncoderChunk
 from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, TokenLogprob
-from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
+from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,9 @@ class Request:
         )
 
     def mark_encoded(self, chunks: Sequence[EncoderChunk]) -> None:
+        """`chunks`: at least one."""
         self._encoded_digests.update(each.digest for each in chunks if each.is_last)
-        self._current_encoder_chunk = chunks[-1] if chunks else self._current_encoder_chunk
+        self._current_encoder_chunk = chunks[-1]
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
         """`size` must be the same in all calls."""
@@ -172,7 +173,8 @@ class Request:
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
             parent = self._block_hashes[-1] if self._block_hashes else self._root_hash
-            contents = media_extra_keys(self.engine_request.spans, begin, begin + size)
+            spans = self.engine_request.spans
+            contents = media_extra_keys(spans, begin, begin + size) if spans else b""
             self._block_hashes.append(block_hash(parent, self.token_ids[begin : begin + size], contents))
         return self._block_hashes[:count]
 

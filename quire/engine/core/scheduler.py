@@ -17,11 +17,11 @@ from quire.engine.common.scheduler_output import (
     SchedulerOutput,
 )
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
-from quire.engine.core.block_pool import NULL_BLOCK
-from quire.engine.core.drafter import NO_DRAFT, Draft, Drafter, NullDrafter, draft_sources
+from quire.engine.core.drafter import NO_DRAFT, Draft, Drafter, draft_sources
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK
 from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
-from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
+from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.stats import EngineStats, LiveCounters
@@ -37,11 +37,13 @@ class Scheduler:
         tiers: KVOffloader | None = None,
     ) -> None:
         self._config = config
+        self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
         self.kv_cache_manager = KVCacheManager(config, self._counts)
-        self.kv_offloader = tiers or NullKVOffloader()
-        self.kv_offloader.attach_cache(self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache)
-        self._drafter = drafter or NullDrafter()
+        self.kv_offloader = tiers
+        if tiers is not None:
+            tiers.attach_cache(self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache)
+        self._drafter = drafter
         self._eos_token_ids = frozenset(config.eos_token_ids)
         self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
@@ -54,7 +56,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._requests) or self.kv_offloader.has_open_loads
+        return bool(self._requests) or (self.kv_offloader is not None and self.kv_offloader.has_open_loads)
 
     @property
     def needs_host_tokens(self) -> bool:
@@ -62,14 +64,15 @@ class Scheduler:
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
+        offloader = self.kv_offloader
         return EngineStats(
             running=len(self._running),
             waiting=len(self._requests) - len(self._running),
             **self.kv_cache_manager.make_stats(),
             **self._counts.as_dict(),
-            tiers=self.kv_offloader.tier_stats(),
-            load_seconds=self.kv_offloader.load_seconds,
-            pages_lost=self.kv_offloader.num_blocks_not_stored,
+            tiers=[] if offloader is None else offloader.tier_stats(),
+            load_seconds=0.0 if offloader is None else offloader.load_seconds,
+            pages_lost=0 if offloader is None else offloader.num_blocks_not_stored,
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
@@ -100,7 +103,8 @@ class Scheduler:
                 engine_request, f"the prompt has {num_prompt} tokens, the context {self._config.max_model_len}"
             )
             return
-        drafting = self._drafter.can_ever_draft(engine_request)
+        drafter, params = self._drafter, engine_request.sampling_params
+        drafting = drafter is not None and params is not None and not (drafter.needs_grammar and params.grammar is None)
         is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
         request = Request(
             engine_request,
@@ -134,7 +138,8 @@ class Scheduler:
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
-        if self.kv_offloader.has_open_loads:
+        """Called only while there is nothing to compute."""
+        if self.kv_offloader is not None and self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
             self._waiting.wait_for_loads()
@@ -148,12 +153,13 @@ class Scheduler:
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
             self._queue_error_output(waiting_request.engine_request, why)
-        for waiting_request in self.kv_offloader.take_loaded_requests():
-            self._waiting.push_request(waiting_request)
+        if self.kv_offloader is not None:
+            for waiting_request in self.kv_offloader.take_loaded_requests():
+                self._waiting.push_request(waiting_request)
         self.kv_cache_manager.begin_step()
         self._preempt_for_fairness()
         chunks, budget = self._schedule_running()
-        drafts = self._draft_tokens_for_step(chunks, budget)
+        drafts = {} if self._drafter is None else self._draft_tokens_for_step(self._drafter, chunks, budget)
         scheduled_requests = [
             self._commit_scheduled_chunk(request, chunk, drafts.get(request, NO_DRAFT))
             for request, chunk in chunks.items()
@@ -170,7 +176,7 @@ class Scheduler:
             new_requests,
             copies,
             preempted_ids,
-            self.kv_offloader.take_load_records(),
+            [] if self.kv_offloader is None else self.kv_offloader.take_load_records(),
             self._waiting.take_adapter_load_times(),
             freed_slots,
             self.kv_cache_manager.take_slot_copies(),
@@ -234,7 +240,7 @@ class Scheduler:
         )
         max_decoding = -(-num_decoding // self._config.micro_batches)
         for running_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
-            max_tokens = min(budget.max_tokens(running_request), self._config.max_chunk_tokens)
+            max_tokens = min(budget.max_tokens(running_request), self._max_chunk_tokens)
             limit = self.kv_cache_manager.limit_tokens_to_snapshot(running_request, max_tokens)
             chunk = running_request.next_chunk(min(pending[running_request], limit), max_tokens)
             if (
@@ -273,16 +279,17 @@ class Scheduler:
             ):
                 break
             self._waiting.remove_request(request)
-            if self.kv_offloader.try_begin_load(request, cached):
+            if self.kv_offloader is not None and self.kv_offloader.try_begin_load(request, cached):
                 continue
             partial_copies = self._start_request(request, cached)
-            max_chunk = min(max_tokens, self._config.max_chunk_tokens)
+            max_chunk = min(max_tokens, self._max_chunk_tokens)
             limit = self.kv_cache_manager.limit_tokens_to_snapshot(request, max_chunk)
             chunk = request.next_chunk(min(request.num_pending_tokens, limit), max_chunk)
             has_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + chunk.num_tokens)
             assert has_blocks, "allocation beyond the pool"
-            self.kv_cache_manager.ref_copy_sources(partial_copies)
-            copies += partial_copies
+            if partial_copies:
+                self.kv_cache_manager.ref_copy_sources(partial_copies)
+                copies += partial_copies
             budget.spend(request, chunk.cost)
             scheduled_requests.append(self._commit_scheduled_chunk(request, chunk, NO_DRAFT))
             request_data = (
@@ -296,7 +303,8 @@ class Scheduler:
                     scheduled_requests[-1].slot, list(request.token_ids), request.num_prompt_tokens, *request_data
                 )
             )
-        self.kv_cache_manager.unref_copy_sources(copies)
+        if copies:
+            self.kv_cache_manager.unref_copy_sources(copies)
         return new_requests
 
     def _start_request(self, request: Request, cached: list[int]) -> list[BlockCopy]:
@@ -305,7 +313,7 @@ class Scheduler:
         return self.kv_cache_manager.use_computed_blocks(request, cached)
 
     def _draft_tokens_for_step(
-        self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
+        self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
         """Chunks already have their blocks, so drafts cause no preemption."""
         draft_requests = [
@@ -318,7 +326,7 @@ class Scheduler:
         drafts: dict[Request, Draft] = {}
         if not draft_requests or budget.remaining <= 0:
             return drafts
-        proposals = self._drafter.propose(draft_requests, sum(chunk.num_tokens for chunk in chunks.values()))
+        proposals = drafter.propose(draft_requests, sum(chunk.num_tokens for chunk in chunks.values()))
         for (request, max_drafts), proposal in zip(draft_requests, proposals, strict=True):
             if not proposal.token_ids:
                 continue
@@ -342,7 +350,8 @@ class Scheduler:
         new_blocks = request.block_ids[request.num_sent_blocks :]
         if NULL_BLOCK in new_blocks:  # never read, but must be a valid block id
             new_blocks = [max(block, 0) for block in new_blocks]
-        request.mark_encoded(chunk.encoder_chunks)
+        if chunk.encoder_chunks:
+            request.mark_encoded(chunk.encoder_chunks)
         request.num_computed_tokens += count + num_drafts
         request.num_tokens_in_flight += sample + num_drafts
         request.num_sent_blocks = len(request.block_ids)
@@ -358,7 +367,7 @@ class Scheduler:
             sample,
             draft.token_ids,
             list(chunk.encoder_chunks),
-            draft_sources(draft),
+            draft_sources(draft) if num_drafts else [],
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
@@ -387,6 +396,7 @@ class Scheduler:
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
             num_accepted = len(output.token_ids[engine_request.id]) - 1
             self._counts.count_drafts(scheduled_request.draft_sources, num_accepted)
+            assert self._drafter is not None
             self._drafter.record_acceptance(request, len(scheduled_request.draft_token_ids), num_accepted)
         self._counts.generation_tokens += len(new_ids)
         self._waiting.charge(engine_request, output_tokens=len(new_ids))
@@ -417,12 +427,14 @@ class Scheduler:
 
     def _finish_request(self, request: Request) -> None:
         del self._requests[request.engine_request.id]
-        self._drafter.forget_request(request)
+        if self._drafter is not None and request.can_draft:
+            self._drafter.forget_request(request)
         if request.status is RequestStatus.RUNNING:
             self._free_slot_and_blocks(request)
         elif request.status is RequestStatus.WAITING:
             self._waiting.remove_request(request)
-        self.kv_offloader.cancel_load(request)
+        if self.kv_offloader is not None:
+            self.kv_offloader.cancel_load(request)
         self._waiting.release_adapter(request)
         request.status = RequestStatus.FINISHED
 
@@ -431,7 +443,8 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-        self.kv_offloader.offload_blocks_before_free(request)
+        if self.kv_offloader is not None:
+            self.kv_offloader.offload_blocks_before_free(request)
         self.kv_cache_manager.free(request)
 
     def _queue_error_output(self, request: EngineCoreRequest, why: str, cause: ErrorCause = "engine") -> None:

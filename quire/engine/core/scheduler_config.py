@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from quire.engine.common.request_params import Task
-from quire.engine.core.state_snapshots import SnapshotConfig
+from quire.engine.core.kv_cache.state_snapshots import SnapshotConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,4 +81,5 @@ class StepRunner:
             (step.began_at, step.scheduled_at, computed_at, clock.monotonic()),
             used_cuda_graph=output.used_cuda_graph,
         )
-        self._scheduler.kv_offloader.record_step_cost(self.last_record.num_tokens, computed_at - step.scheduled_at)
+        if (offloader := self._scheduler.kv_offloader) is not None:
+            offloader.record_step_cost(self.last_record.num_tokens, computed_at - step.scheduled_at)

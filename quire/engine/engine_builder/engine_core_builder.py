@@ -49,7 +49,8 @@ class EngineCoreBuilder:
         )
         self._notes = [*self.worker.engine_info.notes, *warmup_notes]
 
-    def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader:
+    def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader | None:
+        """Raises ConfigError."""
         plan = self.worker.kv_plan
         kv_offloader, tier_notes = make_kv_offloader(
             self.config,
@@ -63,20 +64,21 @@ class EngineCoreBuilder:
         self._notes += tier_notes
         return kv_offloader
 
-    def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader) -> Scheduler:
+    def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader | None) -> Scheduler:
+        """Raises ConfigError."""
         return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
 
     def build_memory_meter(self, info: EngineInfo) -> MemoryMeter:
         return make_memory_meter(info, self.config.world_size)
 
-    def build_engine_info(self, kv_offloader: KVOffloader, load_seconds: float) -> EngineInfo:
+    def build_engine_info(self, kv_offloader: KVOffloader | None, load_seconds: float) -> EngineInfo:
         info = self.worker.engine_info
         return msgspec.structs.replace(
             info,
             load_seconds=load_seconds,
             content=model_sample_digest(self.model, self._weight_files),
             code=code_hash().hex(),
-            arithmetic=info.arithmetic + kv_offloader.capacity_text,
+            arithmetic=info.arithmetic + ("" if kv_offloader is None else kv_offloader.capacity_text),
             notes=self._notes,
             caches_prefixes=self.worker.caches_prefixes,
         )

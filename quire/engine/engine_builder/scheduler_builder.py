@@ -4,10 +4,10 @@ from quire.engine.architecture.kv_cache_spec import PIECE
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import refuse_setting_if
 from quire.engine.core.drafter import Drafter
+from quire.engine.core.kv_cache.state_snapshots import SnapshotConfig
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.state_snapshots import SnapshotConfig
 from quire.engine.lora.adapter_queue import AdapterQueue
 from quire.engine.processes.kv_events import KVEventPublisher
 from quire.engine.settings.class_import import import_class
@@ -19,7 +19,7 @@ def make_scheduler(
     worker: StartedWorker,
     eos_token_ids: tuple[int, ...],
     drafter: Drafter | None,
-    kv_offloader: KVOffloader,
+    kv_offloader: KVOffloader | None,
 ) -> Scheduler:
     plan = worker.kv_plan
     scheduler = resolve_scheduler_class(config)(

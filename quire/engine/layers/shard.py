@@ -146,9 +146,8 @@ class ModelShard:
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """[R, n] float32 to [R, size] on the first rank. Others return x."""
-        if self.group is None:
-            return x
+        """[R, n] float32 to [R, size] on the first rank; others return x. Needs a group."""
+        assert self.group is not None
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 

@@ -36,7 +36,7 @@ from quire.kernels.backend import (
     RecordedLayers,
 )
 from quire.kernels.experts import DiskExperts
-from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
+from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
@@ -118,7 +118,7 @@ class Decoder:
         if isinstance(self.offload, DiskExperts):
             build_context = replace(build_context, expert_packing=(self.offload.backend, self._offload_scheme))
         self._build_context = build_context
-        self._layer_hooks = self.offload if isinstance(self.offload, LayerStreamer) else LayerHooks()
+        self._layer_streamer = self.offload if isinstance(self.offload, LayerStreamer) else None
         self.argmax, self.sample_tokens = backend.argmax, backend.sample_tokens
         self.build_modules(self._build_context)
 
@@ -151,10 +151,10 @@ class Decoder:
         self._head = shapes.make_linear([LM_HEAD], cuts, wide=True)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:
-        if not isinstance(self._layer_hooks, LayerStreamer):
+        if self._layer_streamer is None:
             return build_context
         return replace(
-            build_context, scheme=StreamerRegisteringScheme(self._offload_scheme, self._layer_hooks, position)
+            build_context, scheme=StreamerRegisteringScheme(self._offload_scheme, self._layer_streamer, position)
         )
 
     @property
@@ -286,7 +286,9 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        self._layer_hooks.begin_pass()
+        """The last layer computes only `output_rows`, if given."""
+        if self._layer_streamer is not None:
+            self._layer_streamer.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
         if features is not None:
@@ -338,24 +340,27 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. The last layer computes only `output_rows`, if given."""
-        done = layers.start
+        """`layers`: indices in this stage. The last one computes only `output_rows`, if given."""
+        done, streamer = layers.start, self._layer_streamer
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
-            layers_per_call = (
-                1 if len(x) > _MAX_SINGLE_CALL_TOKENS or self._layer_hooks.streamed_layers else self.spec.num_layers
-            )
+            is_streamed = streamer is not None and bool(streamer.streamed_layers)
+            layers_per_call = 1 if len(x) > _MAX_SINGLE_CALL_TOKENS or is_streamed else len(self.layers)
             end = layers.stop - (output_rows is not None)
             for done in range(layers.start, end, layers_per_call):
-                self._layer_hooks.enter_layer(done)
+                if streamer is not None:
+                    streamer.enter_layer(done)
                 x, residual = recorded(x, residual, metadata, range(done, min(done + layers_per_call, end)))
-                self._layer_hooks.leave_layer(done)
+                if streamer is not None:
+                    streamer.leave_layer(done)
                 self.report_progress()
             done = end
         for index in range(done, layers.stop):
             rows = output_rows if index == layers.stop - 1 else None
-            self._layer_hooks.enter_layer(index)
+            if streamer is not None:
+                streamer.enter_layer(index)
             x, residual = self._run_layer(index, kv_cache, rows, self._backend, x, residual, metadata)
-            self._layer_hooks.leave_layer(index)
+            if streamer is not None:
+                streamer.leave_layer(index)
             self.report_progress()
         return x, residual
 
@@ -400,7 +405,8 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         """[R, hidden] to [R, vocab] float32. Only the first rank gets all columns."""
-        return self.shard.gather_columns(self._shard_logits(hidden, context), self.spec.vocab_size)
+        logits = self._shard_logits(hidden, context)
+        return logits if self.shard.group is None else self.shard.gather_columns(logits, self.spec.vocab_size)
 
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import (
     FIRST_BUCKET_KIND,
     KIND_FORCED,
@@ -133,10 +132,8 @@ class AdaptiveLengthDrafter(TrackingDrafter):
         afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)
+        self.needs_grammar = drafter.needs_grammar
         self._drafter, self._draft_costs = drafter, draft_costs
-
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         requests, max_lengths = (

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.engine.common.errors import QuireError
-from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import (
     KIND_FORCED,
     KIND_FORCED_TEXT,
@@ -59,12 +58,10 @@ class GrammarDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
+        self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
         self._compiler = compiler
         self._states: dict[str, _GrammarState] = {}
-
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return request_grammar(request) is not None or self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         drafts = self._drafter.propose(draft_requests, num_step_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft, request_grammar
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
@@ -16,12 +15,10 @@ LOAD_THRESHOLD = 0.5
 
 class LoadAwareDrafter(Drafter):
     def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
+        self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
         self._recently_verified: set[str] = set()
-
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         is_loaded = self._break_even_rate(len(draft_requests), num_step_tokens) >= LOAD_THRESHOLD

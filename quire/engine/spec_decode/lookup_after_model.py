@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import KIND_DEFAULT, Draft, Drafter, RequestsToDraft, draft_acceptance_kinds
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import AcceptanceTracker
@@ -24,14 +23,13 @@ class LookupAfterModelDrafter(Drafter):
     """Does not ask the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
+        """`drafter`: of the model, limits its own tokens. `max_drafts`: per request and step, of both."""
+        self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
         self._lookup = lookup
         self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
-
-    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        return self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         limits = [(request, min(max_drafts, self._max_drafts)) for request, max_drafts in draft_requests]

@@ -29,10 +29,11 @@ from quire.engine.text.conversation.template_capabilities import (
     make_probe_tool,
 )
 from quire.engine.text.conversation.unit_writer import UnitWriter
-from quire.engine.text.roles import check_roles, find_string_literals
 from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, TemplateStepLimitExceeded
 from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
+from quire.engine.unsupported_options import suggest_nearest
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
 """Missing ones are "", because templates concatenate them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -120,7 +121,7 @@ class ChatRenderer:
                     param="chat_template_kwargs",
                 )
         if not self._allow_unknown_roles:
-            check_roles(messages, self._template_roles)
+            _check_roles(messages, self._template_roles)
         turns, has_tool_message, tools = self._normalize_with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
@@ -330,12 +331,33 @@ class ChatTemplateSandbox(BoundedEnvironment):
         return own or super().is_safe_attribute(obj, attr, value)
 
 
+def _check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
+    """Raise InvalidRequest for an unknown role: most templates would write it into the prompt, and answers would be
+    worse.
+    """
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and role not in template_roles:
+            hint = (
+                suggest_nearest(role.lower(), ROLES)
+                or f"it must be one of {', '.join(ROLES)}, or named by the chat template, unless the server has "
+                "--allow-unknown-roles"
+            )
+            raise InvalidRequest(f"messages[{number}].role: unknown role {role!r}; {hint}", param="messages")
+
+
+def _find_string_literals(template: nodes.Template) -> frozenset[str]:
+    """Includes roles that the template treats specially."""
+    texts = [each.value for each in template.find_all(nodes.Const)]
+    return frozenset(text for text in texts if isinstance(text, str) and text.strip())
+
+
 def _compile_template_and_find_roles(
     environment: ChatTemplateSandbox, name: str, source: str
 ) -> tuple[jinja2.Template, Set[str]]:
     try:
         tree = environment.parse(source)
-        roles = find_string_literals(tree)  # the compiler would fold lists of literals
+        roles = _find_string_literals(tree)  # the compiler would fold lists of literals
         return environment.from_string(tree), roles
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(

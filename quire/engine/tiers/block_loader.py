@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quire.engine.common import clock
 from quire.engine.common.executor import BlockMover
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.tiers.block_and_state_mover import state_key
 from quire.engine.tiers.block_writer import ThreadPoolFactory

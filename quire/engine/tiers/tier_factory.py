@@ -9,7 +9,7 @@ from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.common.executor import BlockMover
-from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
+from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier
@@ -50,10 +50,12 @@ def make_kv_offloader(
     block_tokens: int,
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
-) -> tuple[KVOffloader, list[str]]:
-    """Also returns notes. `weight_files`: None if no file has the weights."""
+) -> tuple[KVOffloader | None, list[str]]:
+    """None without tiers. Also returns notes. `weight_files`: None if no file has the weights, so a later engine could
+    not verify them.
+    """
     if not (settings := requested_tier_setting_names(config)):
-        return NullKVOffloader(), []
+        return None, []
     if (mover := make_block_mover()) is None:
         raise ConfigError(f"{settings[0]}: this executor has no KV blocks that can be copied", param=settings[0])
     state_mover = None if make_state_offload_mover is None else make_state_offload_mover()
@@ -82,7 +84,7 @@ def make_kv_offloader(
             if config.kv_offload_tier is not None:
                 tiers.append(GuardedTier(_make_custom_tier(config.kv_offload_tier, identity), identity))
     if not tiers:
-        return NullKVOffloader(), notes
+        return None, notes
     bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
     capacities = [_capacity_text(tier.name, bounds.get(tier.name), mover.block_bytes, block_tokens) for tier in tiers]
     return make_tiered_offloader(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes

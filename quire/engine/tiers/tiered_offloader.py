@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.engine.common import clock
 from quire.engine.common.executor import BlockMover
 from quire.engine.common.scheduler_output import BlockLoadRecord
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request
@@ -70,7 +70,8 @@ class TieredKVOffloader(KVOffloader):
             self._transfer_options.load_timeout,
         )
         pool.before_reuse = self._writer.copy_before_reuse
-        prefixes.snapshots.set_before_reuse(self._writer.copy_before_reuse)
+        if prefixes.snapshots is not None:
+            prefixes.snapshots.set_before_reuse(self._writer.copy_before_reuse)
 
     @property
     def has_open_loads(self) -> bool:
@@ -82,7 +83,10 @@ class TieredKVOffloader(KVOffloader):
 
     def offload_blocks_before_free(self, request: Request) -> None:
         self._loaded_ids.discard(request.engine_request.id)
-        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.request_prefix_snapshots(request)}
+        snapshots = self._prefix_cache.snapshots
+        slots = (
+            {} if snapshots is None else {digest: slot for slot, digest in snapshots.request_prefix_snapshots(request)}
+        )
         blocks = list[tuple[int, bytes]]()
         for block, digest in self._prefix_cache.cached_blocks_with_hashes(
             request
@@ -95,7 +99,7 @@ class TieredKVOffloader(KVOffloader):
         if request.engine_request.id in self._loaded_ids:
             return False
         block_hashes, on_device = self._prefix_cache.hashes_of_full_blocks(request), cached
-        if self._prefix_cache.snapshots.is_required:  # the device may have blocks after the last snapshot
+        if self._prefix_cache.snapshots is not None:  # the device may have blocks after the last snapshot
             on_device = self._pool.get_cached_prefix([hashes[-1] for hashes in block_hashes])
         missing = block_hashes[len(on_device) :]
         if missing and self._loads.join_load(request, missing[0][-1]):
@@ -123,6 +127,8 @@ class TieredKVOffloader(KVOffloader):
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
         """If a snapshot is required, choose only blocks up to one. Reserves a slot for a snapshot from a tier."""
         snapshots = self._prefix_cache.snapshots
+        if snapshots is None:
+            return None, len(digests)
         for count in range(len(digests), 0, -1):
             if snapshots.can_resume_after_block(digest := digests[count - 1]):
                 return None, count
@@ -151,6 +157,7 @@ class TieredKVOffloader(KVOffloader):
                     for digest in hashes:
                         self._pool.cache_block(block, digest)
             if load.snapshot is not None:
+                assert self._prefix_cache.snapshots is not None
                 is_complete = load.has_snapshot and load.generation == self._writer.generation
                 self._prefix_cache.snapshots.finish_load(*load.snapshot, is_complete=is_complete)
             if load.num_filled < len(load.blocks) or (load.snapshot is not None and not load.has_snapshot):

@@ -81,6 +81,7 @@ class InputBatch:
         )  # more than convolution columns
         self.block_size, self.max_model_len = block_size, max_model_len
         self.context_shard = single_shard(block_size) if context_shard is None else context_shard
+        self._tokens_in_page = self.context_shard.token_range_in_page
         self.device = device
         self.num_groups = num_groups
         self.scratch_block = scratch_block
@@ -325,7 +326,9 @@ class InputBatch:
         tables = self._block_table_with_group_axis[slots, : -(-longest // self.block_size)]
         cumulative_starts = _starts_from_cumulative_ends(ends, contexts.cumsum())
         state_lengths = self._advance_state_and_verified_lengths(slots, starts, contexts, drafts)
-        division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
+        division = None
+        if len(counts) > 1:
+            division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
         divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, device_token_slots, device_sampled, state_slots, *others = (
             upload_arrays(
@@ -375,7 +378,7 @@ class InputBatch:
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
-        own_range = self.context_shard.token_range_in_page
+        own_range = self._tokens_in_page
         slot_mapping *= len(own_range)
         slot_mapping += (offsets - own_range.start)[:, None]
         if len(own_range) < self.block_size:

@@ -100,6 +100,7 @@ class ModelRunner:
                 group=model.shard.group,
             )
         self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens, model.shard.group)
+        self._has_greedy_sampling = not is_other_device(slots.device)
         self._step_splitter = make_step_splitter(
             lambda batch: self._compute_and_sample_batch(self._plan_batch(batch)), slots, model.shard.group
         )
@@ -140,11 +141,14 @@ class ModelRunner:
             return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
         self._update_slots(scheduler_output)
         self._apply_copies(scheduler_output)
-        return self._step_splitter.launch(SchedulerOutput(scheduler_output.without_encoder_only.scheduled_requests))
+        return self._step_splitter.launch(SchedulerOutput(self._rows_with_tokens(scheduler_output).scheduled_requests))
 
     def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         self._update_slots(scheduler_output)
-        return self._plan_batch(scheduler_output.without_encoder_only)
+        return self._plan_batch(self._rows_with_tokens(scheduler_output))
+
+    def _rows_with_tokens(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        return scheduler_output if self._encoder_cache is None else scheduler_output.without_encoder_only
 
     def _plan_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         """May be called again with parts of the batch."""
@@ -218,9 +222,7 @@ class ModelRunner:
             self._wants_prompt_logprobs(row) for row in batch.scheduled_requests
         )
         slot_requests = [self._get_slot_request(row) for row in sample_targets.rows]
-        all_greedy = not is_other_device(self._input_batch.device) and all(
-            owner.rules.is_greedy_only for owner in slot_requests
-        )
+        all_greedy = self._has_greedy_sampling and all(owner.rules.is_greedy_only for owner in slot_requests)
         hidden = self._run_model(prepared, all_tokens=needs_all_tokens, all_greedy=all_greedy)
         if needs_all_tokens and hidden.all_hidden is not None:
             chunks, extra_tensors = self._compute_prompt_logprobs(batch.scheduled_requests, hidden.all_hidden)
@@ -313,8 +315,10 @@ class ModelRunner:
         self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
-        for slot in scheduler_output.freed_slots:
-            self._grammars.release_slot(slot)
+        """Pooling requests never sample."""
+        if self._grammars.requests:
+            for slot in scheduler_output.freed_slots:
+                self._grammars.release_slot(slot)
         for new_request in scheduler_output.new_requests:
             params = new_request.params
             rules = make_request_sampling_rules(
@@ -325,7 +329,8 @@ class ModelRunner:
                 self._input_batch.set_rope_offset(
                     new_request.slot, self._encoder_cache.positions.rope_offset(new_request)
                 )
-            self._grammars.admit_request(new_request)
+            if self._grammars.requests or rules.params.grammar is not None:
+                self._grammars.admit_request(new_request)
 
     def _make_pooling_chunks(self, rows: list[ScheduledRequest]) -> list[PoolingChunk]:
         pooled_rows, begin = [], 0
@@ -430,7 +435,7 @@ class ModelRunner:
                     sample_targets.rows, slot_requests, sample_targets.positions.tolist(), strict=True
                 )
             ]
-            mask = self._grammars.fill_bitmask(sample_targets.rows)
+            mask = self._grammars.fill_bitmask(sample_targets.rows) if self._grammars.requests else None
         sampled = self._sample(logits, rows, mask)
         device_tokens = sampled.clamp(min=0)  # a step in flight may read it
         table[sample_targets.device_slots, sample_targets.device_positions] = device_tokens.to(torch.int32)

@@ -107,7 +107,11 @@ class PendingStep:
                 continue
             if first in logprobs_by_index:
                 logprobs[row.request_id] = [logprobs_by_index[first + index] for index in range(len(tokens))]
-            if (error := self.grammars.advance_and_get_failure(row.slot, slot_request.new_request, tokens)) is not None:
+            if (
+                self.grammars.requests
+                and (error := self.grammars.advance_and_get_failure(row.slot, slot_request.new_request, tokens))
+                is not None
+            ):
                 errors[row.request_id] = error
             first += width
         return token_ids, logprobs, errors

@@ -14,32 +14,30 @@ LayerSelector = Callable[[Sequence[int]], list[int]]
 """Maps each layer's bytes to the streamed layers, in ascending order. Raises ValueError if no choice fits."""
 
 
-class LayerHooks:
-    """Callbacks of a pass. The defaults, for resident layers, do nothing."""
-
-    streamed_layers: Sequence[int] = ()
-
-    def begin_pass(self) -> None:
-        """Called before the first layer."""
-
-    def enter_layer(self, layer: int) -> None:
-        """Called before a layer is computed. Work queued after this finds its weights."""
-
-    def leave_layer(self, layer: int) -> None:
-        """Called once a layer is computed, or its work is queued."""
-
-
-class LayerStreamer(LayerHooks, WeightOffloader):
+class LayerStreamer(WeightOffloader):
     """`finish_loading` also raises the selector's ValueError."""
 
     def __init__(self, choice: LayerSelector, slots: int) -> None:
         self._select_layers, self._num_slots = choice, slots
-        self.streamed_layers = []
+        self.streamed_layers: Sequence[int] = []
+        """Ascending; known after loading."""
         self._stream_positions: dict[int, int] = {}
 
     def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
         """Sizes are approximate, from before weights are read. Raises the selector's ValueError."""
         return None
+
+    @abstractmethod
+    def begin_pass(self) -> None:
+        """Called before the first layer."""
+
+    @abstractmethod
+    def enter_layer(self, layer: int) -> None:
+        """Called before a layer is computed. Work queued after this finds its weights."""
+
+    @abstractmethod
+    def leave_layer(self, layer: int) -> None:
+        """Called once a layer is computed, or its work is queued."""
 
     @abstractmethod
     def register_packed_linear(self, layer: int, linear: Linear) -> None:

@@ -24,7 +24,7 @@ REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_d
 
 class AdmissionTicket:
     def __init__(
-        self, reservation: TokenReservation, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
+        self, reservation: TokenReservation | None, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
     ) -> None:
         self._reservation = reservation
         self._token_budget = token_budget
@@ -33,7 +33,9 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        self._reservation.settle_usage(used_tokens)
+        """Also releases the prompts' share of the budget."""
+        if self._reservation is not None:
+            self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
 
@@ -44,8 +46,9 @@ class Admission:
         self.rejections = dict.fromkeys(REJECTION_REASONS, 0)
         self._client = client
         self._config = config
+        self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
-        self._token_budget = SharedCapacity(config.max_queued_tokens + config.max_running_requests * context_length)
+        self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
         """Prompt tokens of unsettled calls. Clients that do not read hold theirs after the engine is done."""
 
     def start_draining(self) -> None:
@@ -69,7 +72,7 @@ class Admission:
         queued = self._config.max_queued_requests
         num_answers, max_answers = (
             num_prompts * n,
-            self._config.max_running_requests + ((queued + 1) // 2 if self._has_api_keys else queued),
+            self._max_running_requests + ((queued + 1) // 2 if self._has_api_keys else queued),
         )
         if num_answers > max_answers:
             param = "prompt" if num_prompts > 1 else "n"
@@ -82,7 +85,9 @@ class Admission:
                 f"Too many prompt tokens are held already ({self._token_budget.total_used}). Please try again later"
             )
             raise self._make_counted_error("max_num_queued_tokens", message)
-        reservation = tenant.limits.reserve_tokens(prompt_tokens + num_answers * (max_tokens or 0))
+        reservation = None
+        if tenant.limits.has_limits:
+            reservation = tenant.limits.reserve_tokens(prompt_tokens + num_answers * (max_tokens or 0))
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
@@ -90,7 +95,7 @@ class Admission:
         (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
         """
         client, config = self._client, self._config
-        waiting = max(0, client.num_open + requests - config.max_running_requests)
+        waiting = max(0, client.num_open + requests - self._max_running_requests)
         room = config.max_queued_requests - waiting
         mine = min(waiting, client.num_open_of(tenant.name) + requests)
         if room < 0 or (self._has_api_keys and mine > room + 1):
@@ -141,9 +146,11 @@ class RateLimitedRoute(EngineOptionalRoute):
         async def handle_rate_limited(request: Request) -> Response:
             self.check_admission_before_body_read(request)
             limits = tenant_of(request.scope).limits
-            limits.count_request()
+            if limits.has_limits:
+                limits.count_request()
             response = await handle(request)
-            response.headers.update(limits.ratelimit_headers())
+            if limits.has_limits:
+                response.headers.update(limits.ratelimit_headers())
             return response
 
         return handle_rate_limited

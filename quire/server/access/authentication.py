@@ -21,7 +21,7 @@ class AuthenticationMiddleware:
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
         self._app = app
         self._tenants = tenants
-        self._gateways = gateways
+        self._gateways = gateways if gateways.trusts_any else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -33,7 +33,7 @@ class AuthenticationMiddleware:
             failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
             return await error_response(scope["path"], failure, {})(scope, receive, send)
         if not self._tenants.requires_key or is_public_path(scope["path"]):
-            scope["tenant"] = self._gateways.tenant_for_fairness_id(self._tenants.anonymous, scope)
+            scope["tenant"] = self._resolve_tenant(self._tenants.anonymous, scope)
             return await self._app(scope, receive, send)
         key = read_api_key(Headers(scope=scope))
         tenant = self._tenants.find_by_key(key)
@@ -47,10 +47,13 @@ class AuthenticationMiddleware:
             message = "This route needs an admin's API key: see --admin-api-key"
             failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
         else:
-            scope["tenant"] = self._gateways.tenant_for_fairness_id(tenant, scope)
+            scope["tenant"] = self._resolve_tenant(tenant, scope)
             return await self._app(scope, receive, send)
         headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else {}
         return await error_response(scope["path"], failure, headers)(scope, receive, send)
+
+    def _resolve_tenant(self, tenant: Tenant, scope: Scope) -> Tenant:
+        return tenant if self._gateways is None else self._gateways.tenant_for_fairness_id(tenant, scope)
 
 
 def is_local_program(scope: Scope) -> bool:

@@ -90,7 +90,7 @@ class BodyReader:
                 existing.release_memory()
             return
         headers = Headers(scope=request.scope)
-        encodings = parse_encodings(headers)
+        encodings = parse_encodings(headers) if "content-encoding" in headers else []
         if json:
             _reject_non_json_from_browser(headers)
         body = BodyBuffer(tenant_of(request.scope).name)

@@ -29,6 +29,8 @@ class TrustedGateways:
             self._networks = [ip_network(entry, strict=False) for entry in config.trusted_gateways]
         except ValueError as error:
             raise ConfigError(f"trusted_gateways: {error}", param="trusted_gateways") from None
+        self.trusts_any = bool(self._networks)
+        """False: no request needs to be looked at."""
         self._priorities: dict[str, int] = {}
         for entry in config.objective_priorities:
             name, _, priority = entry.rpartition("=")
@@ -44,13 +46,12 @@ class TrustedGateways:
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        if (scope_priority := scope.get(PRIORITY_SCOPE_KEY)) is not None:
-            return int(scope_priority)
+        """None if unknown."""
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)
         return None if name is None else self._priorities.get(name)
 
     def _read_trusted_header(self, scope: Scope, header: str) -> str | None:
-        if not self._networks or scope.get("client") is None:
+        if scope.get("client") is None:
             return None
         try:
             address = ip_address(scope["client"][0])

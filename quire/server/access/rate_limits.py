@@ -57,16 +57,14 @@ class RateLimits:
         self._clock = clock
         self._request_bucket = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
         self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
+        self.has_limits = self._request_bucket is not None or self._token_bucket is not None
+        """False: no other method needs to be called."""
 
     def with_full_buckets(self) -> RateLimits:
         limits = [
             None if bucket is None else bucket.per_minute for bucket in (self._request_bucket, self._token_bucket)
         ]
         return RateLimits(limits[0], limits[1], clock=self._clock)
-
-    @property
-    def has_limits(self) -> bool:
-        return self._request_bucket is not None or self._token_bucket is not None
 
     def count_request(self) -> None:
         """Call before the request is read. Also raises while the token bucket is in debt."""

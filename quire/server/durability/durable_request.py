@@ -86,7 +86,9 @@ class DurableRequest(ABC):
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
         """Raises InvalidRequest."""
-        seconds = parse_stream_grace_header(self._request, self._stream_grace)
+        if (header_value := self._request.headers.get(KEEP_ALIVE_HEADER)) is None:
+            return 0.0
+        seconds = parse_stream_grace_header(header_value, self._stream_grace)
         if seconds and not (resolved.stream and resolved.answer_identity.resumable):
             raise InvalidRequest(f"{KEEP_ALIVE_HEADER}: only for a stream that can be resumed", param=KEEP_ALIVE_HEADER)
         return seconds

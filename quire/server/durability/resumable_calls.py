@@ -374,11 +374,8 @@ async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
     return running.progress.copy()
 
 
-def parse_stream_grace_header(request: Request, max_seconds: float) -> float:
+def parse_stream_grace_header(header_value: str, max_seconds: float) -> float:
     """`max_seconds`: --stream-grace, or 0 without a data directory. Raises InvalidRequest."""
-    header_value = request.headers.get(KEEP_ALIVE_HEADER)
-    if header_value is None:
-        return 0.0
     if not max_seconds:
         raise InvalidRequest(
             f"{KEEP_ALIVE_HEADER}: this server stores no streams: see --data-dir", param=KEEP_ALIVE_HEADER

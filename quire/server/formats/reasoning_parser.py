@@ -54,10 +54,10 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 
 
 def make_engine_thinking_budget(
-    tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
+    tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Returns None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
-    if tokens is None or tokens < 0 or starts_in_thinking is False:
+    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
+    if tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
     if format is not None:

@@ -8,17 +8,13 @@ from quire.engine.common.types import EngineCoreOutput
 from quire.server.generation.resolved_request import ResolvedRequest
 
 
-def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSource:
-    """When a deadline passes, the outputs end with Timeout or QueueTimeout."""
-    if request.timeout is None and request.queue_timeout is None:
-        return outputs
-    return OutputsWithDeadlines(outputs, timeout=request.timeout, queue_timeout=request.queue_timeout)
-
-
 class OutputsWithDeadlines(WrappedOutputs):
-    def __init__(self, outputs: OutputSource, *, timeout: float | None, queue_timeout: float | None) -> None:
-        """Deadlines are seconds from now; None: unlimited."""
+    """When a deadline of the request passes, the outputs end with Timeout or QueueTimeout."""
+
+    def __init__(self, outputs: OutputSource, request: ResolvedRequest) -> None:
+        """The deadlines count from now."""
         super().__init__(outputs)
+        timeout, queue_timeout = request.timeout, request.queue_timeout
         loop = asyncio.get_running_loop()
         self._timeout_timer = self._queue_timer = None
         if timeout is not None:

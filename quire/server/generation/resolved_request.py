@@ -173,6 +173,10 @@ class ResolvedRequest:
         return self.authorized_caller.adapter
 
     @property
+    def has_deadline(self) -> bool:
+        return self.timeout is not None or self.queue_timeout is not None
+
+    @property
     def response_headers(self) -> dict[str, str]:
         ignored = [self.headers.get(IGNORED_PARAMS_HEADER), self.answer_identity.ignored_headers]
         names = ", ".join(filter(None, ignored))

@@ -47,7 +47,8 @@ async def answer_with_vectors(request: Request, resolved: VectorRequest) -> Resp
 
 async def answer_with_text(request: Request, resolution: ResolvedGeneration, durable: DurableRequest) -> Response:
     resolved = await prepare_generation(request, resolution, durable)
-    get_runtime(request).metrics.count_questions_by_type(question.type for question in resolved.questions)
+    if resolved.questions:
+        get_runtime(request).metrics.count_questions_by_type(question.type for question in resolved.questions)
     model = get_model(request)
     writer = resolution.form.writer(resolved, model.tokenizer, model.fingerprint)
     return await generate_and_write(request, resolved, writer, durable)
@@ -70,7 +71,9 @@ async def prepare_generation(
 ) -> GenerationRequest:
     """Completes the request before the engine starts."""
     resolved = authorize(request, await check_grammars(request, resolution))
-    fresh = replace(identify(resolved), cache_diagnosis=await diagnose_cache(request, resolved))
+    fresh = identify(resolved)
+    if resolved.comparison_id:
+        fresh = replace(fresh, cache_diagnosis=await diagnose_cache(request, resolved))
     return resolved.with_identity(await durable.identify(resolved, fresh))
 
 
@@ -79,6 +82,7 @@ async def begin_generation(
 ) -> RunningGeneration[Generation]:
     """Journals between submission and the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
-    record_prompt(request, resolved)
+    if resolved.fingerprint is not None:
+        record_prompt(request, resolved)
     await durable.journal(resolved, running)
     return running

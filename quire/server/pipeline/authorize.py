@@ -12,6 +12,7 @@ from quire.engine.common import clock, random_source
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import Adapter
 from quire.server.access.authentication import owner_of, tenant_of
+from quire.server.access.gateway_headers import PRIORITY_SCOPE_KEY
 from quire.server.durability.answer_pins import ComputeIdentity
 from quire.server.durability.durable_request import DurableRequest, JournaledRequest, NullDurableRequest
 from quire.server.durability.resumable_calls import RESUMABLE_PATHS
@@ -29,7 +30,9 @@ RECEIPT_HEADER = "X-Receipt"
 def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
     """Raises ModelNotFound if the adapter was unloaded meanwhile, InvalidRequest for an unavailable receipt."""
     tenant = tenant_of(request.scope)
-    gateway_priority = get_server_context(request).gateways.resolve_priority(request.scope)
+    gateways, priority = get_server_context(request).gateways, request.scope.get(PRIORITY_SCOPE_KEY)
+    if priority is None and gateways.trusts_any:
+        priority = gateways.resolve_priority(request.scope)
     header_id = request.headers.get(REQUEST_ID_HEADER)
     adapter = _find_adapter(request, resolved.model)
     include_receipt = record_receipt = False
@@ -39,7 +42,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
     caller = Caller(
         tenant=tenant.name,
         weight=tenant.weight,
-        priority=resolved.body_priority if gateway_priority is None else gateway_priority,
+        priority=resolved.body_priority if priority is None else priority,
         cache_salt=tenant.prefix_cache_salt(resolved.body_cache_salt),
         adapter=adapter,
         chosen_id=f"{resolved.id_prefix}{header_id}" if is_safe_id(header_id) else "",

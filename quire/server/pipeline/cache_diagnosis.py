@@ -11,10 +11,8 @@ from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
 
 
-async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis | None:
-    """Returns None unless requested. Does not find answers of other keys, cache salts or APIs."""
-    if not resolved.comparison_id:
-        return None
+async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis:
+    """For a request with a `comparison_id`. Answers of other keys, cache salts and APIs are not found."""
     if (fingerprint := _fingerprint_with_model(request, resolved)) is None:
         return CacheDiagnosis("unavailable")
     earlier = None

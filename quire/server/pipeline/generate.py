@@ -11,7 +11,7 @@ from quire.engine.receipts.receipt_recorder import ReceiptRecorder
 from quire.server.access.admission import AdmissionTicket
 from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.beam_search_generation import BeamSearchGeneration
-from quire.server.generation.deadlines import with_deadlines
+from quire.server.generation.deadlines import OutputsWithDeadlines
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.running_generation import RunningGeneration
@@ -38,7 +38,8 @@ def submit_generation(
     recorder: ReceiptRecorder | None = None
     outputs: OutputSource = durable.submit(runtime.client, resolved, requests)
     try:
-        outputs = with_deadlines(outputs, resolved)
+        if resolved.has_deadline:
+            outputs = OutputsWithDeadlines(outputs, resolved)
         if resolved.authorized_caller.record_receipt:
             outputs = recorder = ReceiptRecorder(outputs, requests)
         timeline = runtime.client.history.find_timeline(requests[0].id) if resolved.include_metrics else None
@@ -68,7 +69,8 @@ def generate(
         ticket.settle_usage(0)
         raise
     running.call_at_end(lambda: ticket.settle_usage(running.generation.usage.total_tokens))
-    running.call_at_end(lambda: runtime.receipt_writer.log_answer(resolved, running))
+    if resolved.authorized_caller.record_receipt:
+        running.call_at_end(lambda: runtime.receipt_writer.log_answer(resolved, running))
     return running
 
 
@@ -77,7 +79,9 @@ def compute_vectors(
 ) -> RunningGeneration[VectorGeneration]:
     runtime = get_runtime(request)
     try:
-        outputs = with_deadlines(runtime.client.submit(resolved.engine_requests(), resolved.answer_id), resolved)
+        outputs: OutputSource = runtime.client.submit(resolved.engine_requests(), resolved.answer_id)
+        if resolved.has_deadline:
+            outputs = OutputsWithDeadlines(outputs, resolved)
         generation = VectorGeneration(resolved, outputs, runtime.metrics)
     except Exception:
         ticket.settle_usage(0)

@@ -22,7 +22,7 @@ from quire.server.resolve.prompts import build_chat_prompt
 from quire.server.resolve.requested_grammar import requested_grammar
 from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
 from quire.server.resolve.sampling_fields import clipped_header, resolve_sampling_params
-from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
+from quire.server.resolve.tool_use import NO_TOOLS, RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
@@ -46,12 +46,14 @@ def resolve_chat_request(
     caller_fields: CallerFields | None = None,
 ) -> ResolvedGeneration:
     name = model.resolve_model_name(body.model)
-    tools = resolve_request_tools(
-        body,
-        model.chat_formats.tool_format,
-        close=config.disable_additional_properties,
-        strict_level=config.tool_strict_level,
-    )
+    tools = NO_TOOLS
+    if body.tools or body.tool_choice != "auto":
+        tools = resolve_request_tools(
+            body,
+            model.chat_formats.tool_format,
+            close=config.disable_additional_properties,
+            strict_level=config.tool_strict_level,
+        )
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
@@ -69,16 +71,19 @@ def resolve_chat_request(
         prompt_logprobs=body.prompt_logprobs,
     )
     prompt = build_chat_prompt(body, model, tools.template_tools, trusted=config.trust_request_chat_template)
-    headers |= build_adapted_header(rename_adaptation_fields(prompt.adaptations, caller_fields or {}))
+    if prompt.adaptations:
+        headers |= build_adapted_header(rename_adaptation_fields(prompt.adaptations, caller_fields or {}))
     message = build_message_format(body, tools, prompt, model)
-    begun = None if message is None else message.starts_in_thinking
-    thinking = make_engine_thinking_budget(
-        body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
-    )
-    answer = AnswerGrammar(
-        replace(tools, template_tools=None), requested_grammar(body, config, model.tokenizer), message
-    )
-    grammars = answer.build_grammars(model)
+    if body.thinking_token_budget is not None:
+        begun = None if message is None else message.starts_in_thinking
+        thinking = make_engine_thinking_budget(
+            body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
+        )
+        params = msgspec.structs.replace(params, thinking=thinking)
+    requested_format, answer = requested_grammar(body, config, model.tokenizer), None
+    if tools.tools_by_name or requested_format is not None:
+        answer = AnswerGrammar(replace(tools, template_tools=None), requested_format, message)
+    grammars = [] if answer is None else answer.build_grammars(model)
     if message is not None and not grammars:  # with one, a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
     return build_generation(
@@ -87,13 +92,13 @@ def resolve_chat_request(
         config,
         model=name,
         prompts=[prompt],
-        params=msgspec.structs.replace(params, thinking=thinking),
+        params=params,
         logprobs=body.logprobs,
         headers=headers,
         message=message,
         grammars=grammars,
         answer_grammar=answer if grammars else None,
-        schema_headers=answer.schema_headers(),
+        schema_headers=None if answer is None else answer.schema_headers(),
         echo=body.echo,
         prompt_only=prompt_only,
     )

@@ -226,7 +226,9 @@ def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage]
 
 
 def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises collect_images' errors, and NeedsWorker because image files may be hostile."""
+    """Raises the errors of collect_images, and NeedsWorker because image files may be hostile."""
+    if all(message.content is None or isinstance(message.content, str) for message in messages):
+        return []
     if model.multimodal_prompt_builder is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
     return collect_images(messages, model)
@@ -247,7 +249,8 @@ def render_chat(
 
 
 def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    if body.chat_template is not None:
+    is_default = body.reasoning_effort is None and not body.chat_template_kwargs
+    if is_default or body.chat_template is not None:
         return {}
     return model.chat_formats.thinking_switch.request_variables(
         body.reasoning_effort, body.chat_template_kwargs, model.chat_formats.template_text

@@ -56,7 +56,7 @@ def resolve_sampling_params(
         **_copied_fields(body, model.default_sampling),
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
+        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer) if body.bad_words else (),
         max_tokens=_limit_max_tokens(max_tokens, max_tokens_name, model.context_length, clip=config.clip_max_tokens),
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids),
@@ -65,7 +65,8 @@ def resolve_sampling_params(
         logprob_token_ids=tuple(body.logprob_token_ids) or None,
         prompt_logprobs=prompt_logprobs,
     )
-    check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
+    if params.allowed_token_ids is not None:
+        check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     if params.has_dry:
         if not model.expendable and body.dry_sequence_breakers != []:
             raise NeedsWorker  # searches the texts of the whole vocabulary

@@ -119,6 +119,9 @@ class RequestTools:
             raise InvalidRequest(f"{self._schema_field(tool.name)}: {error.message}", param="tools") from error
 
 
+NO_TOOLS = RequestTools()
+
+
 def resolve_request_tools(
     body: ChatRequest, format: ToolFormat | None, *, close: bool = True, strict_level: ToolStrictLevel = "auto"
 ) -> RequestTools:
@@ -145,7 +148,7 @@ def resolve_request_tools(
     if choice == "required" and not known:
         raise InvalidRequest("tool_choice required needs tools to choose from", param="tool_choice")
     if choice == "none" or not known:
-        return RequestTools()
+        return NO_TOOLS
     if format is None:
         raise InvalidRequest(
             "tool calls are disabled here (--tool-call-parser none); the operator can set --tool-call-parser auto",

@@ -35,6 +35,17 @@ class ModelDispatcher(Protocol):
         """Call `handler` with the model in the scope; any loaded one unless `names_model`."""
 
 
+class SingleModelDispatcher:
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self.loaded_runtimes = (runtime,)
+
+    async def dispatch_request(
+        self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
+    ) -> None:
+        scope["runtime"] = self.loaded_runtimes[0]
+        await handler(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerContext:
     config: ServerConfig

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.block_pool import BlockPool, block_hash, root_hash
+from quire.engine.core.kv_cache.block_pool import BlockPool, block_hash, root_hash
 from tests.tiers import examples
 
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan
-from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.fair_queue import FairQueue
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token

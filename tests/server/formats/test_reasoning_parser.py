@@ -234,7 +234,6 @@ def test_thinking_budget_maps_marks_to_token_ids_or_raises() -> None:
     assert make_engine_thinking_budget(0, format, None, tokenizer) == ThinkingBudget(0, 257, 256)
     assert make_engine_thinking_budget(5, format, False, tokenizer) is None
     assert make_engine_thinking_budget(-1, format, None, tokenizer) is None
-    assert make_engine_thinking_budget(None, None, None, tokenizer) is None
     half = ReasoningFormat("ended by a token", "<think>", "<|im_start|>")
     assert make_engine_thinking_budget(5, half, True, tokenizer) == ThinkingBudget(5, 257, None)
     for unknown in (None, half, THINK):

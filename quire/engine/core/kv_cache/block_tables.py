@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
-from quire.engine.core.block_pool import NULL_BLOCK, BlockPool, block_hash_with_group_id
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK, BlockPool, block_hash_with_group_id
 from quire.engine.core.request import Request
 
 

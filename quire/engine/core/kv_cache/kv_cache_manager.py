@@ -13,13 +13,13 @@ from typing import Any
 
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.common.scheduler_output import BlockCopy, SlotCopy
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
+from quire.engine.core.kv_cache.state_snapshots import StateSnapshots
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.state_snapshots import make_state_snapshots
 from quire.engine.core.stats import LiveCounters
 from quire.engine.processes.kv_events import KVEventPublisher
 
@@ -29,9 +29,12 @@ class KVCacheManager:
         self.block_pool = BlockPool(config.num_blocks)
         self._needs = KVBlockNeeds(config.windows, config.block_size, config.max_chunk_tokens)
         self._block_tables = BlockTables(self.block_pool, self._needs)
-        self._snapshots = make_state_snapshots(
-            self.block_pool, config.block_size, config.snapshots, config.max_num_seqs + 1
+        self._snapshots = (
+            None
+            if config.snapshots is None
+            else StateSnapshots(self.block_pool, config.block_size, config.snapshots, config.max_num_seqs + 1)
         )
+        """None for models that keep all state in blocks."""
         self.prefix_cache = PrefixCache(
             self._block_tables,
             config.hash_block_size or config.block_size,
@@ -54,12 +57,15 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """Call before anything is scheduled."""
         self.prefix_cache.reset_writes_and_unpin_expired()
-        self._snapshots.publish_snapshots()
+        if self._snapshots is not None:
+            self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Excludes the last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
+        if self._snapshots is None:
+            return blocks
         num_found = len(blocks) // self._block_tables.num_groups
         num_usable = self._snapshots.num_usable_blocks(digests[:num_found])
         if num_usable == num_found:
@@ -77,7 +83,8 @@ class KVCacheManager:
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
-        self._snapshots.restore_state(request)
+        if self._snapshots is not None:
+            self._snapshots.restore_state(request)
         copies = self.prefix_cache.prepare_partial_block_copies(request)
         self._block_tables.free_behind_window(request)
         self.prefix_cache.count_hits_and_resume_session(request)
@@ -95,18 +102,19 @@ class KVCacheManager:
         return True
 
     def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
-        return self._snapshots.limit_step_tokens(request, max_tokens)
+        return max_tokens if self._snapshots is None else self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:
         num_known = len(request.token_ids)
-        room = self._block_tables.num_tokens_with_room(request) - num_known
-        return min(max_drafts, room, self._snapshots.limit_draft_tokens(num_known, max_drafts))
+        max_drafts = min(max_drafts, self._block_tables.num_tokens_with_room(request) - num_known)
+        return max_drafts if self._snapshots is None else self._snapshots.limit_draft_tokens(num_known, max_drafts)
 
     def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
         """The step computes tokens from `start` on. Those after `num_known` are drafts."""
         if not self.prefix_cache.is_enabled or request.num_computed_tokens == start:
             return
-        self._snapshots.save_state(request, num_known)
+        if self._snapshots is not None:
+            self._snapshots.save_state(request, num_known)
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
@@ -117,7 +125,8 @@ class KVCacheManager:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        return self._snapshots.take_slot_copies()
+        """Copies to make, in order, before the step being scheduled."""
+        return [] if self._snapshots is None else self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
         """Blocks may stay pinned for the conversation's next turn."""
@@ -145,7 +154,8 @@ class KVCacheManager:
         self.block_pool.clear_hashes()
         if self.prefix_cache.events is not None:
             self.prefix_cache.events.record_cleared()
-        self._snapshots.clear_snapshots()
+        if self._snapshots is not None:
+            self._snapshots.clear_snapshots()
 
     def make_stats(self) -> dict[str, Any]:
         return {

@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.common.scheduler_output import BlockCopy
-from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
+from quire.engine.core.kv_cache.block_pool import NULL_BLOCK, block_hash_with_group_id
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.pinned_sessions import PinnedSessions
 from quire.engine.core.kv_cache.prefix_cache_events import PrefixCacheEvents
-from quire.engine.core.pinned_sessions import PinnedSessions
+from quire.engine.core.kv_cache.state_snapshots import StateSnapshots
 from quire.engine.core.request import Request
-from quire.engine.core.state_snapshots import StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 
@@ -20,7 +20,7 @@ class PrefixCache:
         counts: LiveCounters,
         *,
         enabled: bool,
-        snapshots: StateSnapshots,
+        snapshots: StateSnapshots | None,
     ) -> None:
         """`hash_block_size`: tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
@@ -39,8 +39,10 @@ class PrefixCache:
 
     @property
     def match_unit(self) -> int:
-        """In tokens; 0 if the cache is off."""
-        return max(self.hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
+        """Tokens; 0 if the cache is off."""
+        if not self.is_enabled:
+            return 0
+        return max(self.hash_block_size, 0 if self.snapshots is None else self.snapshots.interval_tokens)
 
     def reset_writes_and_unpin_expired(self) -> None:
         self._first_written.clear()

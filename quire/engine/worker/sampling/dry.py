@@ -40,9 +40,8 @@ class DryRule:
     """[2, max_length + the longest breaker] int64: powers of _FACTOR and of its inverse, for hashes of windows."""
 
 
-def make_dry_rule(params: SamplingParams) -> DryRule | None:
-    if not params.has_dry:
-        return None
+def make_dry_rule(params: SamplingParams) -> DryRule:
+    """For parameters with `has_dry`."""
     allowed = params.dry_allowed_length
     penalties = np.zeros(allowed + _MAX_EXPONENT + 1)
     growth = np.power(params.dry_base, np.arange(_MAX_EXPONENT + 1, dtype=np.float64))

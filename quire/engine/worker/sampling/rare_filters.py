@@ -18,13 +18,8 @@ _FIXED_POINT_ONE = 2.0**44
 """Scale of fixed-point sums, which do not depend on the order of summands."""
 _NUM_CANDIDATES = 1024
 """Only this many tokens are sorted, unless they have too little probability together."""
-_MAX_XTC_THRESHOLD = 0.5
+MAX_XTC_THRESHOLD = 0.5
 """Two tokens cannot both have more, and XTC always keeps one."""
-
-
-def has_rare_filters(params: SamplingParams) -> bool:
-    has_xtc = params.xtc_probability > 0 and params.xtc_threshold <= _MAX_XTC_THRESHOLD
-    return not params.is_greedy and (params.top_n_sigma > 0 or params.typical_p < 1 or has_xtc)
 
 
 def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor | None, xtc_draw: float) -> None:

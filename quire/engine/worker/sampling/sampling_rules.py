@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.engine.common.request_params import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.dry import DryRule, make_dry_rule, penalize_repetitions
 from quire.engine.worker.sampling.random_draws import xtc_draw
-from quire.engine.worker.sampling.rare_filters import drop_filtered_tokens, has_rare_filters, standard_deviation
+from quire.engine.worker.sampling.rare_filters import MAX_XTC_THRESHOLD, drop_filtered_tokens, standard_deviation
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.host_transfer import upload_arrays
 
@@ -79,9 +79,14 @@ def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int
         biases_before_min_tokens=biases | dict.fromkeys(end_token_ids, -np.inf),
         bad_words=bad_words,
         penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
-        dry=make_dry_rule(params),
+        dry=make_dry_rule(params) if params.has_dry else None,
         has_rare_filters=has_rare_filters(params),
     )
+
+
+def has_rare_filters(params: SamplingParams) -> bool:
+    has_xtc = params.xtc_probability > 0 and params.xtc_threshold <= MAX_XTC_THRESHOLD
+    return not params.is_greedy and (params.top_n_sigma > 0 or params.typical_p < 1 or has_xtc)
 
 
 def is_plain_greedy_request(params: SamplingParams) -> bool:

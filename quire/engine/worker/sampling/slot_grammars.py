@@ -64,7 +64,8 @@ class SlotGrammars:
         self._make_compiler = make_compiler
         self._loading: Future[GrammarCompiler] | None = None
         self._executor: LLExecutor | None = None
-        self._requests: dict[int, NewRequestData] = {}
+        self.requests: dict[int, NewRequestData] = {}
+        """Those with a grammar, by slot. While there are none, no method needs to be called."""
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
 
@@ -81,9 +82,9 @@ class SlotGrammars:
         slot, params = new_request.slot, new_request.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self.release_slot(slot)
-        self._requests[slot] = new_request
         if grammar is None:
             return
+        self.requests[slot] = new_request
         try:
             compiled = self.start_loading_compiler().result().get_compiled(grammar)
             state = _SlotGrammar(grammar, compiled, compiled.new_matcher())
@@ -96,7 +97,7 @@ class SlotGrammars:
 
     def release_slot(self, slot: int) -> None:
         """A matcher's lexer may be large."""
-        for each in (self._requests, self._states, self._failures):
+        for each in (self.requests, self._states, self._failures):
             each.pop(slot, None)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
@@ -141,7 +142,8 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        if self._requests.get(slot) is not new_request:
+        """Does nothing if the slot has another owner, or the request no grammar."""
+        if self.requests.get(slot) is not new_request:
             return None
         self._advance_matcher(slot, token_ids)
         return self._failures.get(slot)

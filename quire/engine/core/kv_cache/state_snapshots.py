@@ -4,12 +4,11 @@ snapshot taken there. A snapshot is a slot without a request. Slots are copied t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.engine.common.scheduler_output import SlotCopy
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
@@ -33,127 +32,10 @@ class _PendingSnapshot(NamedTuple):
     slot: int
 
 
-class StateSnapshots(ABC):
-    interval_tokens: int
-    """Prompt ends have snapshots too."""
-    is_required: bool
-    pool: BlockPool | None
-
-    @abstractmethod
-    def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """Leading blocks after which a request can start."""
-
-    @abstractmethod
-    def publish_snapshots(self) -> None:
-        """Make snapshots of earlier steps usable; called when a step is scheduled."""
-
-    @abstractmethod
-    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """Limit known tokens in the next step."""
-
-    @abstractmethod
-    def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """Limit drafts in the next step."""
-
-    @abstractmethod
-    def restore_state(self, request: Request) -> None:
-        """The request must have its slot and its computed blocks."""
-
-    @abstractmethod
-    def save_state(self, request: Request, num_known: int) -> None:
-        """The step computes the first `num_known` tokens, none of them drafts."""
-
-    @abstractmethod
-    def take_slot_copies(self) -> list[SlotCopy]:
-        """In order, before the step being scheduled."""
-
-    @abstractmethod
-    def clear_snapshots(self) -> None:
-        """Forget all hashes."""
-
-    @abstractmethod
-    def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """The callback receives ~slot of slots about to be overwritten."""
-
-    @abstractmethod
-    def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a snapshot follows the block, or none is required."""
-
-    @abstractmethod
-    def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """(~slot, block hash) of each."""
-
-    @abstractmethod
-    def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last snapshot, and the last within the prompt, because a template may render the answer differently
-        later.
-        """
-
-    @abstractmethod
-    def reserve_slot_for_load(self) -> int | None:
-        """Reserved until `finish_load`. None if no slot is free."""
-
-    @abstractmethod
-    def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """`is_complete`: False if the load failed."""
-
-
-class NullStateSnapshots(StateSnapshots):
-    """For models that keep all state in blocks."""
-
-    interval_tokens = 0
-    is_required = False
-    pool = None
-
-    def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        return len(digests)
-
-    def publish_snapshots(self) -> None:
-        pass
-
-    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        return max_tokens
-
-    def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        return max_drafts
-
-    def restore_state(self, request: Request) -> None:
-        pass
-
-    def save_state(self, request: Request, num_known: int) -> None:
-        pass
-
-    def take_slot_copies(self) -> list[SlotCopy]:
-        return []
-
-    def clear_snapshots(self) -> None:
-        pass
-
-    def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        pass
-
-    def can_resume_after_block(self, digest: bytes) -> bool:
-        return True
-
-    def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        return []
-
-    def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        return []
-
-    def reserve_slot_for_load(self) -> int | None:
-        return None
-
-    def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        pass
-
-
-class PooledStateSnapshots(StateSnapshots):
+class StateSnapshots:
     """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
     First evicts snapshots without a cached block, then the least recently used.
     """
-
-    is_required = True
 
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
         """Snapshots are the slots from `first_slot` on."""
@@ -168,9 +50,11 @@ class PooledStateSnapshots(StateSnapshots):
         self._pending: list[_PendingSnapshot] = []
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
+        """Number of leading blocks after which a request can start."""
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
 
     def publish_snapshots(self) -> None:
+        """Make snapshots of earlier steps usable when a step is scheduled."""
         for snapshot, digest, slot in self._pending:
             self._pool.cache_block(snapshot, digest)
             self._pool.unref([snapshot])
@@ -179,12 +63,15 @@ class PooledStateSnapshots(StateSnapshots):
         self._pending = []
 
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+        """Limit known tokens in the next step."""
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
+        """Limit drafts in the next step, which must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
+        """The request must have its slot and its computed blocks."""
         assert request.slot is not None
         request.num_snapshot_tokens = request.num_computed_tokens
         if request.num_computed_tokens:
@@ -195,6 +82,7 @@ class PooledStateSnapshots(StateSnapshots):
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
+        """The step computes the first `num_known` tokens, none of them a draft."""
         is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_snapshot_end(request)
         if not is_snapshot_end or num_known > len(request.token_ids):
             return
@@ -209,23 +97,27 @@ class PooledStateSnapshots(StateSnapshots):
             self._pending.append(_PendingSnapshot(snapshot, digest, request.slot))
 
     def take_slot_copies(self) -> list[SlotCopy]:
+        """Copies to make, in order, before the step being scheduled."""
         copies, self._slot_copies = self._slot_copies, []
         return copies
 
     def clear_snapshots(self) -> None:
+        """Forget all hashes."""
         self._pool.clear_hashes()
         self._snapshot_hashes.clear()
         self._pool.unref([each.snapshot for each in self._pending])
         self._pending = []
 
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
+        """The callback gets ~slot of slots about to be overwritten."""
         self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
     def can_resume_after_block(self, digest: bytes) -> bool:
+        """True if a snapshot follows the block."""
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Excludes snapshots that the next step fills."""
+        """(~slot, block hash) of a request's snapshots, without those filled only when the next step begins."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -236,6 +128,7 @@ class PooledStateSnapshots(StateSnapshots):
         return slots
 
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
+        """The last snapshot, and the last within the prompt: a template may later render the answer differently."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
         digests, positions = request.block_hashes(full, self._block_size)[:num_blocks], list[SnapshotPosition]()
         for max_blocks in (len(digests), (request.num_prompt_tokens - 1) // self._block_size):
@@ -246,6 +139,7 @@ class PooledStateSnapshots(StateSnapshots):
         return list(dict.fromkeys(positions))
 
     def reserve_slot_for_load(self) -> int | None:
+        """Until `finish_load`. None: no slot is free now."""
         self._evict_stale()
         if not self._pool.num_free:
             return None
@@ -260,6 +154,7 @@ class PooledStateSnapshots(StateSnapshots):
         return slot
 
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
+        """`is_complete`: False if it failed."""
         snapshot = slot - self._first_slot
         if is_complete:
             self._pool.cache_block(snapshot, digest)
@@ -286,11 +181,3 @@ class PooledStateSnapshots(StateSnapshots):
             if not self._block_pool.has_hash(digest) and not self._pool.is_pinned(snapshot):
                 self._pool.evict(snapshot)
                 del self._snapshot_hashes[snapshot]
-
-
-def make_state_snapshots(
-    block_pool: BlockPool, block_size: int, plan: SnapshotConfig | None, first_slot: int
-) -> StateSnapshots:
-    if plan is None:
-        return NullStateSnapshots()
-    return PooledStateSnapshots(block_pool, block_size, plan, first_slot)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from quire.engine.common import clock
 from quire.engine.common.types import DEFAULT_KEEP_SECONDS
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.kv_cache.block_pool import BlockPool
+from quire.engine.core.kv_cache.state_snapshots import SnapshotPosition, StateSnapshots
 from quire.engine.core.request import Request
-from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPosition, StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5
@@ -62,9 +62,9 @@ class PinnedSessions:
         self._max_pinned = int(pool.num_blocks * share)
         self._clock = clock
         pool.unpin_some = self._unpin_some_blocks
-        self._snapshots = snapshots or NullStateSnapshots()
-        if self._snapshots.pool is not None:
-            self._snapshots.pool.unpin_some = self._unpin_some_snapshots
+        self._snapshots = snapshots
+        if snapshots is not None:
+            snapshots.pool.unpin_some = self._unpin_some_snapshots
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
@@ -121,7 +121,9 @@ class PinnedSessions:
             self._replace_session_pins(
                 session,
                 blocks[: self._max_pinned],
-                self._snapshots.snapshots_for_next_turn(request, min(len(blocks), self._max_pinned)),
+                []
+                if self._snapshots is None
+                else self._snapshots.snapshots_for_next_turn(request, min(len(blocks), self._max_pinned)),
             )
             self._next_expiry = min(self._next_expiry, session.paused_at + session.keep_seconds)
             self._enforce_limits()
@@ -152,14 +154,14 @@ class PinnedSessions:
     ) -> None:
         old_snapshots, session.snapshots = session.snapshots, []
         self._replace_pinned_blocks(session, blocks)
-        if self._snapshots.pool is not None:
+        if self._snapshots is not None:
             self._snapshots.pool.pin([each.snapshot_id for each in snapshots])
             session.snapshots = list(snapshots)
             self._unpin_snapshots(old_snapshots)
 
     def _unpin_snapshots(self, snapshots: Sequence[SnapshotPosition]) -> None:
         if snapshots:
-            assert self._snapshots.pool is not None
+            assert self._snapshots is not None
             self._snapshots.pool.unpin([each.snapshot_id for each in snapshots])
 
     def _replace_pinned_blocks(self, session: Session, blocks: Sequence[int]) -> None:
@@ -198,7 +200,7 @@ class PinnedSessions:
             (tenant, _), now = self._num_listed.most_common(1)[0], self._clock()
             tenant_sessions = (each for each in self._sessions if each.tenant == tenant and each.blocks)
             self._unpin_last_blocks(max(tenant_sessions, key=lambda each: each.overdue_ratio(now)), excess)
-        pool = self._snapshots.pool
+        pool = None if self._snapshots is None else self._snapshots.pool
         while pool is not None and pool.num_pinned > int(pool.num_blocks * self._share):
             with_snapshots, now = [each for each in self._sessions if each.snapshots], self._clock()
             held = Counter(each.tenant for each in with_snapshots)
@@ -221,8 +223,8 @@ class PinnedSessions:
                 self._unpin_last_blocks(session, enough - self._pool.num_free_unpinned)
 
     def _unpin_some_snapshots(self, count: int) -> None:
+        assert self._snapshots is not None
         pool, now = self._snapshots.pool, self._clock()
-        assert pool is not None
         needed = pool.num_free_unpinned + count
         pinned_sessions = sorted(
             (each for each in self._sessions if each.snapshots), key=lambda each: each.overdue_ratio(now)
