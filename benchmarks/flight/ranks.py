@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flight.finding import Finding, Say, tried
-from quire.engine.worker.ranks.rank_processes import visible_gpus_for_rank
+from quire.engine.worker.ranks.rendezvous import visible_gpus_for_rank
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 

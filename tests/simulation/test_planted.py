@@ -123,7 +123,7 @@ def ends_not_retried_on_full_disk(patch: pytest.MonkeyPatch) -> None:
     async def once(what: str, do: Callable[[], Any], given_up: Any = None) -> Any:
         return await do()
 
-    patch.setattr("quire.server.routes.responses.retry_until_written", once)
+    patch.setattr("quire.server.pipeline.stored_response.retry_until_written", once)
 
 
 def sizes_not_reverted(patch: pytest.MonkeyPatch) -> None:

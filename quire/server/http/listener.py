@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
@@ -22,8 +24,8 @@ UNPROTECTED_WARNING = (
 
 @contextmanager
 def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
-    listener = bind_or_explain(config)
-    with listener:
+    """Removes a Unix socket's file at the end. Raises ConfigError."""
+    with nullcontext() if config.uds is None else _locked(config.uds), bind_or_explain(config) as listener:
         bound_file = None if config.uds is None else _file_identity(config.uds)
         try:
             yield listener
@@ -77,6 +79,29 @@ def bind_unix_socket(path: Path) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}", param="uds") from None
     return listener
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock on the file `path`.lock, because a server that still loads its model does not listen yet. Raises
+    ConfigError if another server has the lock.
+    """
+    lock_path = path.with_name(f"{path.name}.lock")
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}", param="uds") from None
+    with closing(os.fdopen(lock)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"uds: another server listens on {path}, or will once it has loaded", param="uds"
+            ) from None
+        try:
+            yield
+        finally:
+            lock_path.unlink(missing_ok=True)
 
 
 def _remove_stale_socket(path: Path) -> int:

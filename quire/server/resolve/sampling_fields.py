@@ -8,7 +8,7 @@ import msgspec
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, SamplingParams
 from quire.engine.text.token_sequences.bad_words import bad_words_ids, check_allowed_tokens_remain
-from quire.engine.text.token_sequences.sequence_breakers import needs_vocabulary_search, sequence_breaker_ids
+from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from quire.server.config import ServerConfig
 from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_token_ids
@@ -67,7 +67,7 @@ def resolve_sampling_params(
     )
     check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     if params.has_dry:
-        if not model.expendable and needs_vocabulary_search(body.dry_sequence_breakers, model.tokenizer):
+        if not model.expendable and body.dry_sequence_breakers != []:
             raise NeedsWorker  # searches the texts of the whole vocabulary
         breaker_ids = sequence_breaker_ids(body.dry_sequence_breakers, model.tokenizer)
         params = msgspec.structs.replace(params, dry_sequence_breaker_ids=breaker_ids)

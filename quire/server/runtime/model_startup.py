@@ -13,7 +13,6 @@ from quire.engine.client.weights import Weights
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.processes.child import Child
 from quire.engine.receipts.model_hasher import ModelHasher
-from quire.engine.text.token_sequences.sequence_breakers import prepare_default_breakers
 from quire.server.access.admission import Admission
 from quire.server.adapter_registry import open_adapter_registry
 from quire.server.config import ServerConfig
@@ -91,8 +90,6 @@ async def open_runtime(
             client.engine_core.on_version.append(runtime.set_weights_version)
         elif not config.disable_log_stats:
             exit_stack.callback(asyncio.create_task(log_throughput_periodically(client)).cancel)
-        preparing = asyncio.create_task(asyncio.to_thread(prepare_default_breakers, model.tokenizer))
-        exit_stack.callback(preparing.cancel)
         yield runtime
 
 

@@ -71,8 +71,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.sweep": Processes.delete_due_data,
 }
 """Keys are wire names, which must survive renames."""
-_SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
-_NAME_PREFIX_BYTES = 32
+_SLOW_METHODS = ("Store.put", "Store.append", "Store.delete")
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
 
@@ -104,13 +103,15 @@ class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str
 
 
+_SLOW_REQUEST_STARTS = tuple(encode_msgpack(_RPCRequest(name, msgspec.Raw(b""))) for name in _SLOW_METHODS)
+"""A request begins with its method's name, so that it need not be decoded in the event loop."""
 _decode_request = msgspec.msgpack.Decoder(_RPCRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Failed).decode
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
     """Slow methods have their own threads, so that short ones need not wait."""
-    is_slow = any(name in encoded_request[:_NAME_PREFIX_BYTES] for name in _SLOW_METHODS)
+    is_slow = encoded_request.startswith(_SLOW_REQUEST_STARTS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
     )

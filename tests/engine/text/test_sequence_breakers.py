@@ -3,11 +3,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.text.token_sequences.sequence_breakers import (
-    needs_vocabulary_search,
-    prepare_default_breakers,
-    sequence_breaker_ids,
-)
+from quire.engine.text.token_sequences.sequence_breakers import sequence_breaker_ids
 from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 
 TOKENIZERS = [byte_level_tokenizer(), sentence_piece_tokenizer(), *real_tokenizers()]
@@ -47,13 +43,3 @@ def test_listed_bytes_are_each_tokens_bytes(named: Named) -> None:
     tokenizer = named.tokenizer
     listed = tokenizer.list_token_bytes()
     assert listed == [tokenizer.token_bytes(token) for token in range(tokenizer.max_token_id + 1)]
-
-
-def test_vocabulary_is_not_searched_again_when_default_breakers_are_prepared() -> None:
-    tokenizer = byte_level_tokenizer().tokenizer
-    assert needs_vocabulary_search(None, tokenizer)
-    searched = sequence_breaker_ids(None, tokenizer)
-    prepare_default_breakers(tokenizer)
-    assert not needs_vocabulary_search(None, tokenizer)
-    assert sequence_breaker_ids(None, tokenizer) == searched
-    assert (needs_vocabulary_search(["a"], tokenizer), needs_vocabulary_search([], tokenizer)) == (True, False)

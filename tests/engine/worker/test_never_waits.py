@@ -645,7 +645,7 @@ def test_lora_adapters_never_wait(
     """Adapters are put into slots, and serve prefills and decodes; batches without one launch none of their kernels."""
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
-    monkeypatch.setattr(startup, "make_adapter_loader", lambda *_: FakeAdapterLoader())
+    monkeypatch.setattr(decoder_startup, "make_adapter_loader", lambda *_: FakeAdapterLoader())
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
     model = engine.executor.model  # type: ignore[attr-defined]
     modules = adaptable_modules(read_model_config(path))

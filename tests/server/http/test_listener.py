@@ -59,6 +59,17 @@ def test_socket_of_running_server_and_other_files_are_refused(path: Path) -> Non
             pass
 
 
+def test_socket_of_loading_server_is_refused(path: Path) -> None:
+    config = ServerConfig(uds=path)
+    with open_listener(config) as listener:
+        with pytest.raises(ConfigError, match=r"another server listens on quire\.sock, or will"), open_listener(config):
+            pass
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not list(path.parent.iterdir()), "neither the socket nor its lock"
+
+
 def test_server_with_full_backlog_is_another_server(path: Path) -> None:
     with open_listener(ServerConfig(uds=path)) as listener:
         listener.listen(0)

@@ -209,9 +209,11 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
         calls[name] = calls.get(name, True) and [size for size in rows if size != 1] == [_PROBE_TOKENS]
 
     hooks = [module.register_forward_hook(partial(record_call, name=name)) for name, module in model.named_modules()]
-    yield calls
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _EmptyNonzero(TorchFunctionMode):

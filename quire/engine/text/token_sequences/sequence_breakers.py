@@ -5,10 +5,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
-from weakref import WeakKeyDictionary
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import MAX_SEQUENCE_BREAKER_LENGTH, MAX_SEQUENCE_BREAKERS
@@ -20,24 +18,12 @@ DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 _MAX_TOKEN_SEQUENCES = 2**15
 _SEPARATOR = b"\xff"
 """UTF-8 never uses this byte, so no match spans two tokens."""
-_default_ids: WeakKeyDictionary[Tokenizer, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
-
-
-def prepare_default_breakers(tokenizer: Tokenizer) -> None:
-    if not isinstance(tokenizer, NullTokenizer):
-        with suppress(InvalidRequest):  # raised again when they are requested
-            _default_ids[tokenizer] = _find_breaker_ids(DEFAULT_SEQUENCE_BREAKERS, tokenizer)
-
-
-def needs_vocabulary_search(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> bool:
-    """True if the search takes too long for an event loop."""
-    return tokenizer not in _default_ids if breakers is None else bool(breakers)
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """`breakers` None means the default. Raises InvalidRequest."""
-    if breakers is None and (prepared := _default_ids.get(tokenizer)) is not None:
-        return prepared
+    """`breakers` None means the default. Unless there are none, a first call searches the vocabulary, which takes half
+    a second for 150,000 tokens. Raises InvalidRequest.
+    """
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
     if len(texts) > MAX_SEQUENCE_BREAKERS:
