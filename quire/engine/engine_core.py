@@ -141,6 +141,7 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
+        """Record of the step that gave the last `step` call its results; None if none did."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

@@ -41,6 +41,7 @@ _ERROR_LINGER_MS = 30_000
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
+    """The next engine's; None: sleep."""
 
 
 class EngineLetGo(Exception):

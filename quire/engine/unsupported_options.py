@@ -56,6 +56,7 @@ def redundant_vllm_value_reason(name: str, value: object) -> str:
 
 
 def is_server_only(name: str) -> bool:
+    """A server setting that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 

@@ -14,6 +14,7 @@ class AttentionParams:
     window: int | None = None
     """Keys that a query sees, including its own; None: all."""
     softcap: float | None = None
+    """c turns a score s into c * tanh(s / c)."""
     lookahead: int | None = 0
     """Later keys that a query sees; None: all. On GPUs the torch backend computes None, and the reference everything
     else but 0.
@@ -31,6 +32,7 @@ class AttentionParams:
     """Windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
+        """May be below 0. position: number or tensor."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 

@@ -63,6 +63,7 @@ class AdapterSlotSpec:
     """Slots 1 to num_slots. Slot 0: no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
+    """Outputs of the fused linears, in order."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool
@@ -137,6 +138,7 @@ class AttentionMetadata:
 
     @property
     def rope_positions(self) -> Tensor:
+        """[T] int64."""
         return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
@@ -316,6 +318,7 @@ class Backend(Operations):
         """Why the model cannot be served, with a remedy, in one line. Call no other method unless None."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
+        """As unsupported_reason, for a quantized KV dtype."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:

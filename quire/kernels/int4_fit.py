@@ -96,4 +96,5 @@ def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tens
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

@@ -105,6 +105,7 @@ class Float8Weight:
         return scales.masked_fill(bad.unflatten(1, (-1, inputs)).any(2), torch.nan)
 
     def dequantize(self) -> Tensor:
+        """[out, in] float32."""
         outs, inner = self.shape
         scales = self.scales.repeat_interleave(self.scale_block[0], 0)[:outs].repeat_interleave(self.scale_block[1], 1)[
             :, :inner
@@ -129,6 +130,7 @@ class RoundedActivations:
     dtype: torch.dtype
     """Type of x before rounding, and of the linears' results."""
     unrounded: Tensor | None
+    """None if no linear reads them."""
 
     def __len__(self) -> int:
         return len(self.codes)

@@ -57,6 +57,7 @@ class SocketGroup:
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
+        """Sends rank 0's."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:
@@ -168,6 +169,7 @@ def _tensor_bytes(x: Tensor) -> memoryview:
 
 
 def _receive_into(peer: socket.socket, into: memoryview) -> None:
+    """Raises OSError."""
     while into:
         count = peer.recv_into(into)
         if not count:

@@ -55,6 +55,7 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
+        """Raises ConfigError."""
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -162,6 +163,7 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:
+    """NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
     if text.startswith("{"):
         try:
             option = json.loads(text)
@@ -175,6 +177,7 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
+    """Raises ConfigError."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)

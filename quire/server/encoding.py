@@ -14,6 +14,7 @@ encode_json = msgspec.json.Encoder().encode
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
+"""Ends OpenAI's streams."""
 
 
 PING_EVENT = b": ping\n\n"

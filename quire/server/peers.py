@@ -49,12 +49,14 @@ class Peers:
         return self._link is None
 
     async def find_answering_process(self, owner: str, id: str) -> str | None:
+        """None if no other process answers it."""
         if self._link is None or self._calls is None:
             return None
         process = await asyncio.to_thread(self._calls.answering_process, owner, id)
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
+        """None if the process has no answer or has ended."""
         assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None

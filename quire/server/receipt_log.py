@@ -26,6 +26,7 @@ class ReceiptLog:
     """Several processes may append. Above `max_bytes` it is renamed to `.1`, replacing the last one."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError if the file cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
         self._queued_lines: list[bytes] = []

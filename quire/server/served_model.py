@@ -134,6 +134,7 @@ class ServedModel(ServedModelSpec):
         return requested_name
 
     def check_task(self, task: Task) -> None:
+        """Raises InvalidRequest."""
         if task not in self.tasks:
             task_outputs = " and ".join(TASK_OUTPUTS[each] for each in self.tasks)
             hint = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""

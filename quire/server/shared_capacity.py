@@ -24,6 +24,7 @@ class BytesByOwner:
         return self._total
 
     def largest_owner(self) -> str:
+        """Raises IndexError if no owner has bytes."""
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:

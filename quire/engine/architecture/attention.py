@@ -25,12 +25,14 @@ class AttentionLayerSpec(SublayerSpec):
     """Keys that a query sees, itself included; None: all."""
     chunked: bool = False
     softcap: float | None = None
+    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
     """QKNormRopeParams.norm_kind. unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
+    """None: as in `rope`."""
     alibi: float | None = None
     """Factor of all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
@@ -41,12 +43,15 @@ class AttentionLayerSpec(SublayerSpec):
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None
+    """None: the hidden size."""
     v_norm: bool = False
     keys_are_values: bool = False
     lookahead: int | None = 0
+    """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
     """Image tokens see each other if the step says so."""
     kv_source_layer: int | None = None
+    """Layer whose keys and values are read; None: its own."""
 
     @property
     def kv_cache_spec(self) -> PagedState | SharedState:

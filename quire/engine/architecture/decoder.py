@@ -47,6 +47,7 @@ class DecoderSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
     """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
@@ -118,6 +119,7 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
+        """None if processes can divide the layers."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -127,10 +129,12 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
+        """None if `ranks` can divide everything."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     def context_parallel_error(self) -> str | None:
+        """None if ranks can divide a sequence's tokens."""
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
@@ -146,6 +150,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
+        """Replace attention per layer; None keeps it."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,

@@ -26,6 +26,7 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 class EncoderWeightNames:
     word_embeddings: str
     layer_template: str
+    """{} is the layer's index."""
     qkv: tuple[str, ...]
     out: str
     attention_norm: str
@@ -53,12 +54,14 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
+    """Per layer; None: NoPE."""
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
     """Arguments: hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
+    """Rows of the position table; 0: none."""
     first_position: int = 0
     """Row of a prompt's first token."""
     segments: int = 0
@@ -70,12 +73,14 @@ class EncoderSpec:
     """Has an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
+    """Gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate follows `up`."""
     pre_norm: bool = False
     """Norms precede sublayers, except in the first layer's attention."""
     has_first_layer_norm: bool = False
     has_rms_norms: bool = False
+    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """One per layer; () means 0 for all."""
     causal: bool = False
@@ -90,6 +95,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
+        """In tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

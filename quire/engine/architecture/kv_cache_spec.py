@@ -8,6 +8,8 @@ PIECE = 16
 
 @dataclass(frozen=True, slots=True)
 class PagedState:
+    """Keys and values per token, in KV blocks."""
+
     paged_values_per_token: int
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
@@ -38,6 +40,7 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        """Like PagedState's, but columns are never quantized to few bits."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:

@@ -22,6 +22,7 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    """Elements of keys and queries that are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None

@@ -50,9 +50,11 @@ class MoELayerSpec(SublayerSpec):
     output_norm: bool = False
     router_bias: bool = False
     float_router: bool = False
+    """Router weights are always float32."""
     correction: str | None = None
     """Bias that affects only the choice of experts."""
     correction_row: bool = False
+    """The bias is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
@@ -62,6 +64,7 @@ class MoELayerSpec(SublayerSpec):
     """Experts read the previous sublayer's input; both outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
+    """Gates use tanh GELU, not SiLU."""
     router_scale: str | None = None
     """Scale of the router's input, after a norm without weights and scaling by hidden^-0.5."""
     expert_scales: str | None = None

@@ -16,6 +16,8 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
+    """Keeps a [key, value] matrix per head, and a convolution's last columns."""
+
     num_heads: int
     key_dim: int
     value_dim: int
@@ -151,6 +153,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     joins_input_only: bool = False
     """Adds the previous output to this input, not to the stream."""
     parent_module: str = ""
+    """Checkpoint module within the layer that contains this one; "": the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:

@@ -53,6 +53,7 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> State | None:
+        """None: keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -61,6 +62,7 @@ class SublayerSpec:
 
     @property
     def attention_width(self) -> int:
+        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
@@ -71,8 +73,10 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
+        """None if `ranks` can divide everything."""
         return None
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
+    """None if `size` is a multiple of `ranks`."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

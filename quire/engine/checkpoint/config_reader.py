@@ -67,6 +67,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
+    """Raises ModelError for anything but an object."""
     for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -87,6 +88,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
+    """None if supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -100,6 +102,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
+    """Fields must already be checked."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -138,6 +141,7 @@ def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
+    """Without a dtype, quantized checkpoints are bfloat16, as gpt-oss is; others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -182,6 +186,8 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
+    """Raise ModelError for contradictory fields."""
+
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
 
@@ -203,6 +209,7 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
+    """Raises ModelError naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"

@@ -24,6 +24,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
+    """Raises ModelError."""
     with use_file_names_in_errors(config.file_field_names):
         if (family := find_decoder_family(config.model_type)) is None:
             known = ", ".join(decoder_model_types())
@@ -34,6 +35,7 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
+    """Raise ModelError for an activation that the family lacks."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (

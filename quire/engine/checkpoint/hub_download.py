@@ -44,6 +44,7 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
+        """Empty if the repository has safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
@@ -72,6 +73,7 @@ def download_files(name: HubName, revision: str | None, patterns: Sequence[str])
 
 
 def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
+    """Raises ModelError."""
     models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)

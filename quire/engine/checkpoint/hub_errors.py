@@ -22,6 +22,7 @@ _SEARCH_LIMIT = 20
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
     # The HTTP library's base class, also of connection errors.
+    """Raises ModelError for the client's errors."""
     from huggingface_hub.errors import HTTPError
 
     try:
@@ -57,6 +58,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
+    """None if it was not a refusal."""
     from huggingface_hub import errors, get_token
 
     token = get_token()
@@ -82,6 +84,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
 
 
 def _explain_write_failure(error: OSError, name: HubName) -> str | None:
+    """None for other errors."""
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
@@ -130,6 +133,7 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
+    """Bytes that this user may write to the disk of the hub's cache; None if unknown."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

@@ -181,6 +181,7 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
+    """Empty without windows."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -270,6 +271,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
+    """Empty without states outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -292,6 +294,7 @@ def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
 
 
 def total_host_bytes() -> int | None:
+    """Respects the control group's limit. None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
@@ -333,6 +336,7 @@ def _free_cgroup_bytes() -> int | None:
 
 
 def _read_cgroup_bytes(name: str) -> int | None:
+    """Reads control groups v2. None if missing or unlimited."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):

@@ -27,6 +27,7 @@ class CatalogEntry:
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
+    """Empty if none is near."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -47,6 +48,7 @@ def find_catalog_entry(name: str) -> CatalogEntry | None:
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
+    """Keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

@@ -75,6 +75,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
+    """Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
@@ -91,11 +92,13 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
+    """Raises ModelError."""
     folder = locate_adapter(name)
     return folder if isinstance(folder, Path) else download_files(folder, None, _ADAPTER_FILE_NAMES)
 
 
 def locate_adapter(name: str) -> Path | HubName:
+    """Raises ModelError."""
     path = _local_path(name)
     if path.is_dir():
         return path

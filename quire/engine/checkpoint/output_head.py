@@ -15,6 +15,7 @@ _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
+"""File, dtype, begin and end in the file."""
 
 
 def correct_tie_word_embeddings(

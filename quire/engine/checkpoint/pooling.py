@@ -104,10 +104,12 @@ class PoolingConfig:
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
+    """Empty for embeddings."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
+    """Tokens that the model was trained for; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
 
@@ -231,6 +233,7 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
+    """As in sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2

@@ -116,6 +116,7 @@ class WeightFormatRules:
     ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
+        """None: unquantized."""
         if self.ignored.matches(linear):
             return None
         matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
@@ -128,6 +129,7 @@ class WeightFormatRules:
 
     @property
     def mean_stored_bits(self) -> float:
+        """Of quantized weights; 0 without any. Assumes linears of one size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -196,6 +198,7 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
+    """None if supported."""
     if config and is_encoder:
         return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
@@ -375,6 +378,7 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
+    """-1: one group of all inputs."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

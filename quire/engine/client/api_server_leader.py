@@ -70,16 +70,19 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
+        """Keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
+        """Last answer to LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
         """Set, then replaced, when an API process has started or failed to."""
 
     def listen(self) -> None:
+        """Begin to receive. Raises EngineError if the socket cannot be created."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())

@@ -60,8 +60,10 @@ class EngineClient:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
+        """Answers given up because their tokens were not read."""
         self.refusing = False
         self.failure: QuireError | None = None
+        """Raised for new requests; None while they can be submitted."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()

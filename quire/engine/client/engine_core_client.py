@@ -131,10 +131,12 @@ class EngineCoreClient(ABC):
 
     @property
     def pid(self) -> int | None:
+        """Process id of the first engine; None without processes."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
+        """Indexed by number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 

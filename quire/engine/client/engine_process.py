@@ -39,6 +39,7 @@ _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
+"""Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
 """After this time without heartbeat or progress, RunnableClock inspects the engine's threads."""
 

@@ -37,6 +37,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
+    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +53,8 @@ class SharedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The steps of one turn of the leader's event loop, in order."""
+
     steps: list[SharedStep]
     stats: list[EngineStats]
 

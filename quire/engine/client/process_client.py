@@ -69,6 +69,7 @@ class ProcessClient(ExclusiveClient):
         self._wakes = asyncio.Event()
         """Set if a change needs a process while the client sleeps without one."""
         self._ending = False
+        """The process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:

@@ -70,6 +70,7 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
+        """Requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:

@@ -33,6 +33,7 @@ class Router:
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
+        """Open requests by replica, numbered from 0."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
         """Pieces that each replica should have cached, the last used last. A piece is there only with all earlier ones
@@ -58,6 +59,7 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
+        """The replica's cache is empty now. Its open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:

@@ -53,6 +53,7 @@ class ReplicatedClient(ExclusiveClient):
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
         self._unplaced: dict[str, None] = {}
+        """Open requests without a replica, in order."""
         self._started = False
 
     @property

@@ -45,6 +45,7 @@ class Group(NamedTuple):
 class Tensor(NamedTuple):
     name: str
     dtype: str
+    """float32, bfloat16 or float16."""
     shape: Sequence[int]
 
 

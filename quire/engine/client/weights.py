@@ -145,11 +145,13 @@ async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> R
 
 
 def check_mode(mode: str) -> None:
+    """Raises InvalidRequest for an unknown mode."""
     if mode not in MODES:
         raise InvalidRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r}", param="mode")
 
 
 def absolute(path: str) -> str:
+    """Raises InvalidRequest if there is no such folder or file."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

@@ -40,6 +40,8 @@ def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
 
 
 class EngineConfig(BaseModel):
+    """Fields have vLLM's flag names if they mean the same."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     model: str = Field(
@@ -292,6 +294,7 @@ class EngineConfig(BaseModel):
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
+        """quant_method of config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -397,6 +400,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
+        """As in vLLM, 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

@@ -9,6 +9,7 @@ from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_
 
 
 def _parse_json_object(value: object) -> object:
+    """Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -24,6 +25,7 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
+    """Maps vLLM's other names."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
@@ -61,6 +63,8 @@ _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
+    """vLLM's fields and defaults."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_kv_cache_events: bool = False
@@ -90,6 +94,7 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
+    """The next ports, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -113,6 +118,7 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(8, ge=1, le=32)
     """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
+    """Tokens that must match."""
     lookup: LookupMethod | None = None
     """Continues drafts of a model or heads, or replaces them if its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
@@ -172,6 +178,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def infer_draft_method_from_name(model: str) -> str:
+    """Follows vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 

@@ -29,6 +29,7 @@ class QuireError(Exception):
     """Clients see `str(error)`, so it must not contain stack traces or server paths."""
 
     code: str | None = None
+    """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         """param: the wrong field or setting."""

@@ -71,6 +71,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
+    """In rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))

@@ -128,6 +128,7 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
+    """Follow `rope_parameters.factor` or `layer_types[3]` as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -11,6 +11,7 @@ randbits: Callable[[int], int] = secrets.randbits
 
 
 def token_hex(size: int) -> str:
+    """size: bytes."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 

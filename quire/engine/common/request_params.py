@@ -26,6 +26,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     tokens: int
     end_id: int
     begin_id: int | None
+    """Begins the thinking; None: answers start inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
@@ -214,6 +215,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Repetitions that DRY penalizes contain none of these sequences."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    """None: all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,

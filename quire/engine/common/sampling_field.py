@@ -28,5 +28,6 @@ class SamplingField:
 class NamedSamplingField:
     name: str
     type: type
+    """float, int or bool, even if optional."""
     default: Any
     field: SamplingField

@@ -20,6 +20,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
+    """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
     """Each image occurs once."""
@@ -121,6 +122,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Adapters' names, and the seconds that requests waited for each."""
     freed_slots: list[int] = []
     slot_copies: list[SlotCopy] = []
+    """Done in order, before anything is computed."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:

@@ -16,6 +16,8 @@ DEFAULT_KEEP_SECONDS = 600.0
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+    """LoRA adapter (Hu et al., 2021)."""
+
     name: str
     digest: str
     folder: str
@@ -77,6 +79,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The lowest goes first, and is preempted last."""
     tenant: str = ""
     weight: float = 1.0
+    """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
     """Spans are ascending."""
@@ -90,6 +93,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def sampling_params(self) -> SamplingParams | None:
+        """None for pooling."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -186,6 +190,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     notes: list[str] = []
     """Non-default choices, one line each."""
     quantization: str = ""
+    """Readable name; "" if unquantized."""
     page_groups: int = 1
     rope_context: int | None = None
     """Context length that RoPE was chosen for, if it matters."""

@@ -50,6 +50,7 @@ def draft_acceptance_kinds(draft: Draft) -> list[int]:
 
 
 def draft_sources(draft: Draft) -> list[int]:
+    """Indices in DRAFT_SOURCES, one per token."""
     return [DRAFT_SOURCES.index(_source_of_kind(kind)) for kind in draft_acceptance_kinds(draft)]
 
 

@@ -64,6 +64,7 @@ def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableVi
 
 
 def block_owner_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
+    """[blocks] uint16; see EngineView.block_codes."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
     codes[cached[ref_counts[cached] == 0]] = CACHED_BLOCK
@@ -116,6 +117,7 @@ def _request_phase(request: Request) -> Phase:
 
 
 def merge_views(views: Sequence[EngineView]) -> EngineView:
+    """`views` must not be empty."""
     requests: list[RequestView] = []
     block_codes = []
     for view in views:

@@ -132,6 +132,7 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
+        """0: the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 

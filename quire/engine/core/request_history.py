@@ -85,11 +85,14 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
+    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
+    """Draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    """0: no token yet."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
@@ -101,6 +104,7 @@ class Timeline:
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
+        """(phase, begin, end), in order."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
@@ -119,6 +123,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
+        """The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)

@@ -36,6 +36,7 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
+        """A request that may draft is never scheduled ahead of its results."""
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -82,6 +83,7 @@ class Scheduler:
         )
 
     def find_request(self, request_id: str) -> Request | None:
+        """None for an unknown id."""
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
@@ -371,6 +373,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
+        """Count prompt tokens from `start` on that are now computed. Charge the tenant once per token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

@@ -15,6 +15,7 @@ Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
     name: str
     pages: int = 0
+    """0 if unknown."""
     bytes: int = 0
     fetched_pages: int = 0
     fetched_tokens: int = 0
@@ -42,6 +43,7 @@ class _Counters(msgspec.Struct, array_like=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
+    """Indexed by position in the draft."""
     draft_tokens_by_source: list[int] = []
     """Indexed like DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
@@ -97,6 +99,7 @@ def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
+    """Of draft tokens, indexed as DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -166,6 +169,7 @@ class BlockTableView(msgspec.Struct, frozen=True):
     computed_tokens: int
     num_blocks: int
     block_ids: list[int]
+    """At most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
     ref_counts: list[int]
     cached: list[bool]
 
@@ -193,6 +197,7 @@ class EngineView(msgspec.Struct, frozen=True):
     requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index.
     """
     resident_bytes: int
+    """0 if unknown."""
     seconds: float
     memory: list[MemoryView] = []
     """One per engine; empty if unknown."""
@@ -228,6 +233,7 @@ _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_b
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """`stats` must not be empty."""
     summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
     tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [

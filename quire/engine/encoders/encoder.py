@@ -98,6 +98,8 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
+    """Load weights through `parameters()` before use."""
+
     def __init__(
         self,
         spec: EncoderSpec,
@@ -127,6 +129,7 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
+        """Keyed by checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -248,6 +251,7 @@ class Encoder:
         return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
     def _expand_relative_bias(self, tensor: Tensor) -> Tensor:
+        """[buckets, heads] to AttentionParams.relative_bias."""
         max_len = self.max_model_len
         distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)
         return F.pad(tensor[relative_buckets(distances, self.spec.num_buckets)].T, (0, 16)).contiguous()

@@ -97,4 +97,5 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
+    """[S] to [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

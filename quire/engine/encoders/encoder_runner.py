@@ -39,6 +39,7 @@ class EncoderRunner:
         images: ImageEmbedder | None = None,
         padding_token: int | None = None,
     ) -> None:
+        """`padding_token` None: no padding."""
         self._model = model
         self._pooler = pooler
         self._images, self._padding_token = images, padding_token

@@ -22,6 +22,7 @@ def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Draf
 def make_model_or_head_drafter(
     worker: StartedWorker, config: EngineConfig
 ) -> tuple[Drafter | TokenwiseDrafter, list[tuple[int, float]]] | None:
+    """Also returns the measured (tokens, seconds) of drafting."""
     if (draft := worker.started_drafter) is None:
         return None
     size = worker.kv_plan.block_size

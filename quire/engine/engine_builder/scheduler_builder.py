@@ -21,6 +21,7 @@ def make_scheduler(
     drafter: Drafter | None,
     kv_offloader: KVOffloader | None,
 ) -> Scheduler:
+    """Raises ConfigError."""
     plan = worker.kv_plan
     scheduler = resolve_scheduler_class(config)(
         SchedulerConfig(

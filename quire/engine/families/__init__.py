@@ -18,6 +18,7 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
+    """None if no file here describes it."""
     family = find_any_family(model_type)
     return family if isinstance(family, DecoderFamily) else None
 

@@ -42,6 +42,7 @@ _ROUTING: SpecFields = {
 
 
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
+"""llama.cpp's values of expert_gating_func."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
 """Older files of DeepSeek-V3 do not record that 4 of 8 groups are chosen."""
 MLA_GGUF_MODULES = {

@@ -39,6 +39,7 @@ _DENSE_MODULES = {
 
 
 def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
+    """Published files have linear_attn_config, those that transformers saved have its contents."""
     linear = fields.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     fields |= {name: linear[alias] for alias, name in _SIZES.items() if linear.get(alias) is not None}

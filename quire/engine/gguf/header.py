@@ -21,6 +21,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
+"""Per array; vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -80,6 +81,7 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
+        """[] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -238,6 +240,7 @@ class _HeaderReader:
         return number
 
     def _read_exactly(self, length: int) -> bytearray:
+        """Raises ModelError at the end of the file."""
         end = self._position + length
         if end > len(self.data):
             if end > self._file_size:

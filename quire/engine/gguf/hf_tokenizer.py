@@ -110,6 +110,7 @@ def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
+    """None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
@@ -129,6 +130,7 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
+    """None if missing or out of range."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None

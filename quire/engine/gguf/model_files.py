@@ -52,6 +52,7 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
+    """Merge the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:
@@ -104,6 +105,7 @@ class ModelFiles:
         return f"{self._path.name}, read as {name}" if self._generators else name
 
     def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+        """None if there is no such file. Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
         return read_json_if_present(self._path / name, max_bytes)

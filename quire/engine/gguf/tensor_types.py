@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 
 class GGMLType(NamedTuple):
+    """A block holds `block_size` numbers in `type_size` bytes."""
+
     name: str
     block_size: int
     type_size: int
@@ -34,6 +36,7 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
+"""Keyed by type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

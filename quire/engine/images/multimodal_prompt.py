@@ -73,11 +73,13 @@ class MultimodalPromptBuilder:
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
+        """Raises InvalidRequest."""
         (content,) = self.make_tiles_of_image(request_image)
         token = self.vision.image_token_id
         return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
 
     def make_tiles_of_image(self, request_image: RequestImage) -> list[Image]:
+        """Raises InvalidRequest."""
         file = self._open_image(request_image)
         (layout,) = self._make_layouts([file], [request_image])
         return self._decode_and_resize(layout, file, request_image)

@@ -48,6 +48,7 @@ def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -
 def _make_vision_spec(
     content: Mapping[str, Any], preprocessor: PreprocessorFields, label: str, *, parameters_only: bool = False
 ) -> VisionSpec:
+    """Raises ModelError."""
     vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(vision_config, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")

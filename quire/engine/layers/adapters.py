@@ -27,7 +27,9 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
+    """Results of pack_one_adapter, keyed by linear index."""
     embedding: tuple[Tensor, Tensor] | None
+    """[vocab, rank] and [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class Embedding:
         }
 
     def embed_tokens(self, token_ids: Tensor, context: LinearContext) -> Tensor:
+        """[T] to a new tensor [T, hidden]."""
         x = self.lookup_rows(token_ids)
         if self._adapters is not None:
             x = self._adapters.add_embedding_deltas(x, token_ids, context)
@@ -69,6 +70,7 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
+        """float32, of this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 

@@ -61,6 +61,7 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
+        """`names` replace the parts' names, in order."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features

@@ -1,3 +1,5 @@
+"""MLP, gated (Shazeer, 2020) or not."""
+
 from __future__ import annotations
 
 from functools import cached_property

@@ -152,6 +152,7 @@ class _SharedExpert:
 
     @property
     def input_linear(self) -> FusedLinear:
+        """Not the gate, which is never quantized."""
         return self._up
 
     def compute_output_and_gate(

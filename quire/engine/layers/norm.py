@@ -16,6 +16,8 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
+    """float32."""
+
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         self._sizes_by_name = names
         self._dtype = dtype
@@ -95,6 +97,8 @@ class NormWeights:
 
 
 class LayerNormWeights:
+    """float32; the bias is zero if the model has none."""
+
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size
         self.weight = torch.ones(size)

@@ -24,6 +24,7 @@ class LoadableParameter:
     dtype: torch.dtype
     """Floating-point tensors are cast to this. Others must have it."""
     weight_loader: Callable[[Tensor], None]
+    """Takes a tensor of this dtype on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:

@@ -26,6 +26,7 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+"""Required in addition to rope_theta, keyed by type."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:

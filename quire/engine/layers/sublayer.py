@@ -48,12 +48,14 @@ class BuildContext:
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By layer name; others are 1."""
     adapters: AdapterManager | None = None
+    """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """Set only if experts are packed unlike other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
+    """Keyed by the name of their first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:

@@ -80,6 +80,7 @@ class AdapterModuleSpec:
 def read_adapter_specs(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True
 ) -> dict[str, AdapterModuleSpec]:
+    """Raises AdapterError."""
     try:
         config = _read_config(folder)
         headers = read_file_headers(folder / WEIGHTS_FILE)
@@ -131,6 +132,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
+    """Keyed by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)

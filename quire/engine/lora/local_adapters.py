@@ -78,6 +78,7 @@ class LocalAdapters:
         return adapter
 
     def _add_adapter(self, request: LoRARequest) -> Adapter:
+        """Raises AdapterError."""
         root = Path(self._folder.name)
         store = AdapterStore(root, self._modules, self._max_rank, weights=resolve_weights(self._config))
         try:
@@ -108,6 +109,7 @@ def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, diges
 def resolve_lora_requests(
     adapters: LocalAdapters | None, lora_request: LoRARequests, count: int
 ) -> list[Adapter | None]:
+    """Raises InvalidRequest."""
     if adapters is not None:
         return adapters.resolve_requests(lora_request, count)
     if lora_request is not None:

@@ -22,6 +22,7 @@ _EXPONENT_BITS = {
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
+"""File, dtype, first and last byte."""
 
 
 def check_finite(file: Path) -> None:

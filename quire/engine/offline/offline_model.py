@@ -99,9 +99,11 @@ class OfflineModel:
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
+        """Raises InvalidRequest."""
         return [self.encode_prompt(each, f"prompt {index}") for index, each in enumerate(as_prompt_list(prompts))]
 
     def encode_prompt(self, prompt: Any, name: str = "prompt") -> EncodedPrompt:
+        """Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
@@ -134,6 +136,7 @@ class OfflineModel:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
     ) -> list[EncodedPrompt]:
+        """Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         tool_list = _tools_to_dicts(tools)
         message_lists = _as_conversation_list(messages)
@@ -285,12 +288,14 @@ class LLMBase:
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
+    """Raises InvalidRequest."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
+    """Raises InvalidRequest."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
@@ -313,6 +318,7 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
+    """Raises InvalidRequest."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -338,6 +344,7 @@ def _check_message(message: Any) -> dict[str, Any]:
 
 
 def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
+    """Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -212,6 +212,7 @@ class SamplingParams:
         return params
 
     def _check_non_engine_fields(self) -> None:
+        """Raises InvalidRequest."""
         if self.logits_processors is not None:
             message = (
                 "logits_processors are not supported: functions cannot be sent, checked or replayed; use logit_bias, "
@@ -277,6 +278,7 @@ class BeamSearchParams:
 def params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
 ) -> list[SamplingParams]:
+    """Raises InvalidRequest."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default()] * count
     many: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
@@ -288,6 +290,7 @@ def params_per_prompt(
 
 
 def priority_per_prompt(priority: Sequence[int] | None, count: int) -> list[int]:
+    """Raises InvalidRequest."""
     plain = _to_python(priority)
     priorities = [0] * count if priority is None else plain if isinstance(plain, list) else []
     if len(priorities) != count or not all(isinstance(each, int) for each in priorities):

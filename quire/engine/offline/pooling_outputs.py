@@ -46,6 +46,7 @@ class PoolingRequestOutput:
 
 
 def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: PoolingConfig) -> None:
+    """Raises InvalidRequest."""
     for one in params:
         check_task(one.task, info.tasks)
         if one.dimensions is not None and one.dimensions > pooling.vector_size:

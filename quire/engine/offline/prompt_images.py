@@ -36,6 +36,7 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
 
 
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
+    """Raises InvalidRequest."""
     if not isinstance(data, Mapping) or set(data) - {"image"}:
         raise InvalidRequest(f"{name}: multi_modal_data may only have image", param="prompts")
     image_data = data.get("image")
@@ -46,6 +47,7 @@ def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
 
 
 def check_image_types(images: list[RequestImage]) -> list[RequestImage]:
+    """Raises InvalidRequest."""
     for each in images:
         if not isinstance(each.file_or_image, bytes) and not hasattr(each.file_or_image, "getexif"):
             kind = type(each.file_or_image).__name__

@@ -37,6 +37,7 @@ class _OpenRequest:
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
+    """None while no engine computes the request."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
     """Prompt tokens only."""
@@ -93,6 +94,7 @@ class PrefixMissTracker:
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
     def get_request_report(self, request_id: str) -> PrefixMissReport | None:
+        """None before the first output."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
@@ -256,6 +258,7 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
+        """None: never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:

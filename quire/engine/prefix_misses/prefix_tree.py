@@ -28,6 +28,7 @@ class CacheNamespace(NamedTuple):
 
     salt: str
     adapter: str
+    """Digest of the content; "" without adapter."""
     weights: str
 
 
@@ -82,6 +83,7 @@ class PrefixMatch:
     """Tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
+    """Nearest first. Empty if an earlier sequence ended here."""
 
     @property
     def num_common_tokens(self) -> int:
@@ -118,6 +120,7 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
+        """The visit becomes the latest of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):

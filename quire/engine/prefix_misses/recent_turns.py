@@ -22,6 +22,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
+    """Name; "" without adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""

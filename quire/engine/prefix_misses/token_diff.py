@@ -14,6 +14,8 @@ MIN_RUN_TOKENS = 16
 
 
 class EqualRun(NamedTuple):
+    """Offsets and length in tokens."""
+
     old_start: int
     new_start: int
     length: int

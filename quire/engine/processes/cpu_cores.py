@@ -59,6 +59,7 @@ def _nodes(root: Path) -> list[Set[int]]:
 
 
 def _parse_core_list(text: str) -> Set[int]:
+    """text: such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 

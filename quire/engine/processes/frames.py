@@ -21,6 +21,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
+    """Does not copy the bytes."""
     return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
@@ -30,6 +31,7 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
+    """Returns None at the end of the pipe."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:
         return None
@@ -41,10 +43,12 @@ class Inbox:
     """Reads in a thread, so that senders never wait for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
+        """`read` returns None after the last message."""
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
+        """None after the last message. Raises TimeoutError after `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

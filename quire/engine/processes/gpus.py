@@ -24,6 +24,8 @@ PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
+    """Versions that PyTorch was built for; None: built without."""
+
     cuda: str | None = None
     hip: str | None = None
 
@@ -107,6 +109,7 @@ def describe_division(parts: Sequence[Sequence[str]]) -> str:
 
 
 def _visible(variable: str, listed: str | None, bound: int | None, count: int) -> VisibleGPUs:
+    """`bound`: number of existing GPUs; None or 0: unknown."""
     if listed is None:
         return VisibleGPUs(variable, tuple(map(str, range(count))))
     ids: list[str] = []
@@ -120,6 +123,7 @@ def _visible(variable: str, listed: str | None, bound: int | None, count: int) -
 
 
 def _split(listed: str) -> list[str]:
+    """Entries up to the first empty one."""
     entries = [each.strip() for each in listed.split(",")]
     return entries[: entries.index("")] if "" in entries else entries
 

@@ -22,6 +22,7 @@ from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.engine")
 ENGINE_MEDIUM = "GPU"
+"""vLLM's word for the engine's own cache, whatever the device."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_FRAMES = 3
 _STOP_SECONDS = 1.0
@@ -57,6 +58,7 @@ class AllBlocksCleared(KVCacheEvent):
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True):
     ts: float
+    """Unix time in seconds."""
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
 

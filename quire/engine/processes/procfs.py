@@ -33,7 +33,9 @@ class RunnableClock:
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
+        """This clock's seconds before the current run of inspections."""
         self._inspected = 0.0
+        """Wall-clock seconds in the current run of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
         """Seconds each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
@@ -100,6 +102,7 @@ class Stopped:
 
 
 def _processor_ticks(process: Path) -> int | None:
+    """Processor time of all threads; None if unreadable. `process`: its directory in /proc."""
     try:
         # Fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
@@ -109,6 +112,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
+    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -152,6 +156,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
+    """This process's memory in RAM; 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -18,6 +18,7 @@ _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
 """Only these and the lock file are removed, because a person's folder may have a similar name."""
 _MOST_BYTES = 107
+"""Longest path of a Unix socket on Linux; 103 elsewhere."""
 
 
 class SocketFolder:

@@ -90,12 +90,14 @@ class ModelHasher:
         return None if content_hash is None else content_hash.hex()
 
     def _weight_files_of_version(self, version: str) -> WeightFiles | None:
+        """None if given as tensors or deleted."""
         if (path := self._paths.get(version)) is None:
             return None
         return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
 
 
 def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
+    """None if deleted."""
     try:
         return WeightFiles(config)
     except ModelError:

@@ -94,6 +94,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
     id: str
     created: int
+    """Unix time."""
     model: str
     hashes: ReceiptHashes
     computed: ComputeInfo
@@ -103,6 +104,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
+    """Why the receipt cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -149,6 +151,7 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
+    """None for minus infinity, which JSON lacks."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

@@ -42,7 +42,9 @@ class ReplayModel:
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
+    """Keyed by digest."""
     images: Mapping[str, Image]
+    """Keyed by hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -60,6 +62,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
+    """Recompute the tokens of the model's own weights. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -85,6 +88,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
+    """None: the model can recompute these answers."""
     if receipt.irreproducible:
         return receipt.irreproducible
     different_files = [
@@ -132,6 +136,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
+    """Spans must not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -141,6 +146,7 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
+    """ "" if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -166,6 +172,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
+    """Return the first difference. Raises InvalidRequest."""
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     request = _make_replay_request(receipt, segment, model)
     stream = client.submit([request], request.id)

@@ -96,6 +96,7 @@ class SchemaReferences:
         return self._pointers.get(id(schema), "")
 
     def resolve(self, reference: Any) -> Schema:
+        """Raises UnresolvableReference."""
         if not isinstance(reference, str):
             raise UnresolvableReference
         base, mark, fragment = reference.partition("#")

@@ -79,6 +79,7 @@ class _SchemaCloser:
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
+        """Keyed by id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
         self._open_pointers: dict[str, None] = {}
 

@@ -126,6 +126,7 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
+    """[] without `type`. Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []

@@ -14,6 +14,7 @@ from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
 MeasuredCosts = Sequence[tuple[int, float]]
+"""(tokens, seconds) of steps, ascending."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
 """Hardly any cost is too high, because forced tokens must be computed anyway."""
 

@@ -11,6 +11,7 @@ from quire.engine.spec_decode.draft_length import StepCosts
 PROBE_INTERVAL = 8
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
+"""Break-even acceptance probability."""
 
 
 class LoadAwareDrafter(Drafter):

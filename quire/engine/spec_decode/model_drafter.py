@@ -68,6 +68,7 @@ class ModelDrafter(TokenwiseDrafter):
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
+        """Request ids keyed by slot."""
         self._hash_of_block: dict[int, bytes] = {}
         self._open_drafts: list[_OpenDraft] = []
 

@@ -32,6 +32,7 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
+    """Omits empty contents."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)

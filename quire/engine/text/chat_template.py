@@ -154,6 +154,7 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
+        """Raises InvalidRequest if the template refuses."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
@@ -208,6 +209,7 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
+        """None: refused."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:

@@ -188,6 +188,7 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
+"""A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:

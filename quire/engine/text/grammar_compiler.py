@@ -137,6 +137,7 @@ class GrammarCompiler:
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
+        """Raises InvalidRequest for a wrong or unsupported grammar."""
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -231,6 +232,7 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
+        """The size is approximate, in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -250,6 +252,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
+    """Convert from llama.cpp's GBNF, which vLLM's users write."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -269,6 +272,7 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
 
 
 def check_forced_text_length(matcher: LLMatcher) -> None:
+    """Raise InvalidRequest if more than MAX_FORCED_BYTES are forced."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
         message = f"forces {size} bytes of text, at most {MAX_FORCED_BYTES}"
         raise InvalidRequest(message, param="grammar")

@@ -22,14 +22,17 @@ class NullTokenizer(Tokenizer):
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
+        """Raises InvalidRequest for all texts."""
         if texts:
             raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}: give token ids instead of text", param="prompt")
         return []
 
     def to_transformers(self) -> NoReturn:
+        """Raises InvalidRequest."""
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
+        """As in vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 

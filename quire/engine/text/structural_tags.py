@@ -45,7 +45,9 @@ class _Tag(NamedTuple):
     begin: str
     content: Mapping[str, Any]
     ends: tuple[str, ...]
+    """Empty if the content ends by itself."""
     path: str
+    """Such as format.tags[0], for error messages."""
 
 
 def structural_tag_grammar(
@@ -302,6 +304,7 @@ class _GrammarWriter:
 
 
 def _read_type(format: Any, path: str) -> str:
+    """Raises InvalidRequest, also for unsupported fields with an effect."""
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")

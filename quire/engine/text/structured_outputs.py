@@ -1,3 +1,5 @@
+"""Converts vLLM's structured outputs to grammars."""
+
 from __future__ import annotations
 
 import json
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
+"""vLLM's key and setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
 """Ignored, because the only backend allows at most one space."""

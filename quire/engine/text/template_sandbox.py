@@ -195,6 +195,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
+    """Templates cannot replace or name this call."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 

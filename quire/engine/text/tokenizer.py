@@ -69,7 +69,9 @@ class Tokenizer:
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
+        """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
+        """Keyed by role (bos_token, eos_token, ...): variables of chat templates."""
         self.chat_templates = dict(chat_templates)
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
@@ -182,6 +184,7 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
+        """Parts with their token's id; None for text in between."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]

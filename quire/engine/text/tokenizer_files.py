@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
+"""Models' templates have about 10 KB. Compiling this takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -38,6 +39,10 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
+    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json, which may have other `*_token`
+    entries.
+    """
+
     bos_token: _SpecialToken
     eos_token: _SpecialToken
     unk_token: _SpecialToken
@@ -174,6 +179,8 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
 
 
 class _SpecialTokenReader:
+    """Raises ModelError for unreadable files."""
+
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
         self._special_tokens = read_special_tokens(files, config)
@@ -244,6 +251,7 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
+    """Empty if they do not follow one another."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 
@@ -256,6 +264,7 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
+    """`tokens`: sorted longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MAX_CPU_SECONDS = 2.0
 """Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
+"""Wall-clock time, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
 _PROBE_LENGTHS = (16, 48, 400)
 """The first two reveal exponential time, the last a high power of the length."""

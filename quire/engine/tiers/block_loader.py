@@ -51,6 +51,7 @@ class BlockLoad:
     num_filled: int = 0
     """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """(blocks, seconds) by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
@@ -108,6 +109,7 @@ class BlockLoader:
         generation: int,
         snapshot: IncomingSnapshot | None = None,
     ) -> None:
+        """The pool must have room."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
         self._mover.announce_block_writes(blocks)

@@ -61,6 +61,7 @@ class GuardedTier:
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
+        """None if the call raises or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()

@@ -24,6 +24,7 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+"""Samples shared among all weight files, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
 """This holds even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
@@ -148,6 +149,7 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
+    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

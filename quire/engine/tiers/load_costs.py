@@ -16,6 +16,7 @@ class LoadCosts:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
         self.block_seconds: dict[str, float] = {}
+        """Time to load a block, keyed by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:

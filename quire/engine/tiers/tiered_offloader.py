@@ -20,6 +20,7 @@ from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
 TierUsage = Callable[[], tuple[int, int]]
+"""(blocks, bytes) in a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class TieredKVOffloader(KVOffloader):
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
+        """(blocks loaded, seconds) by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes

@@ -93,4 +93,5 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
+    """[tensors, blocks, bytes], same memory."""
     return tensor.view(torch.uint8).flatten(2)

@@ -328,6 +328,7 @@ class GpuMemory(NamedTuple):
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
+    """None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -57,6 +57,7 @@ first product.
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError for unsupported attention or recurrence."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
@@ -184,9 +185,11 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
+    """Why this is not the checkpoint's dtype."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
+    """Raises ConfigError."""
     if _prefers_float32_activations(config, model, device):
         why = "float32, with quantized weights and keys and values in {}; --dtype bfloat16 computes in that"
         kv_dtype = torch.bfloat16 if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
@@ -270,6 +273,7 @@ class DevicePlan:
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
+    """A name that the setting accepts; "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -310,6 +314,7 @@ def choose_device_plan(
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
+    """Raises ConfigError."""
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -328,6 +333,7 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(

@@ -32,9 +32,11 @@ class HiddenStates:
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
     aux_hidden: Sequence[Tensor] = ()
+    """[T, hidden] each."""
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
+    """Returns [R, hidden]; see GraphOutputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class DraftHeadRunner:
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
         # Unsampled rows may be followed by garbage.
+        """`token_slots` [T]."""
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
@@ -141,6 +144,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
+        """Index of the state before the last token; None: outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None

@@ -107,6 +107,9 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence: see
+        DecodeGraphs.can_run.
+        """
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
@@ -159,6 +162,7 @@ class DraftModelRunner:
 
 
 def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """[2, R] float32 for tokens [R] and logits [R, vocab]."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
 

@@ -38,6 +38,7 @@ class SampleTargets:
     """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
+    """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -98,6 +99,7 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
+        """None if no graph needs it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64; None until used."""
         if scratch_block is not None:
@@ -123,6 +125,7 @@ class InputBatch:
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """Both are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -183,6 +186,7 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
+        """[rows] bool."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
@@ -205,6 +209,7 @@ class InputBatch:
         return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.adapter_context(slots))
 
     def adapter_context(self, slots: np.ndarray) -> LinearContext:
+        """`slots` [T] int64."""
         adapters = self.adapter_slots[slots]
         if not adapters.any():
             return NO_ADAPTERS
@@ -372,9 +377,11 @@ class InputBatch:
 
     @property
     def _block_table_with_group_axis(self) -> np.ndarray:
+        """[slots, blocks, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
     def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
@@ -399,6 +406,7 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
+    """[rows] each to [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each

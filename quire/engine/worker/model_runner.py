@@ -46,6 +46,7 @@ _MAX_LOGIT_ROWS = 256
 """A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
+"""Lengths in tokens."""
 
 
 class ModelRunner:

@@ -35,6 +35,7 @@ class StepSplitter:
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
+        """Steps of more tokens are split before they are computed. None: no limit."""
         self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:

@@ -32,6 +32,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class WeightFileReceiver(WeightReceiverMethods):
+    """Receives broadcasts from rank 0."""
+
     def __init__(self) -> None:
         self._shard_of_tensor: dict[str, dict[str, str]] = {}
         self._device = torch.device("cpu")

@@ -51,6 +51,7 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
+    """Arbitrary under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 

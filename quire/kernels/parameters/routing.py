@@ -29,6 +29,7 @@ class Routing:
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of this many best experts."""
     softcap: float | None = None
+    """c turns a score s into c * tanh(s / c)."""
     weights_inputs: bool = False
     """Weights multiply an expert's input, not its output (Llama 4, 2025)."""
     jitter: float = 0.0

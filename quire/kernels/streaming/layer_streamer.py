@@ -47,6 +47,7 @@ class LayerStreamer(WeightOffloader):
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
+        """The layer must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:

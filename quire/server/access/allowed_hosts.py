@@ -31,6 +31,7 @@ class AllowedHosts:
     """Enforced if the server has no API keys and listens on loopback only."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for invalid names."""
         self._allowed = [_parse_host_pattern(name) for name in config.allowed_hosts]
         self._has_api_keys = config.has_api_keys
         self._is_enforced = False
@@ -80,6 +81,7 @@ def host_header_values(scope: Scope) -> list[str]:
 
 
 def _parse_host_pattern(name: str) -> str:
+    """Returns lower case. Raises ConfigError."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

@@ -29,6 +29,7 @@ NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
+    """Tenant name; "" without keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -41,6 +42,8 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
+    """In seconds."""
+
     wait_seconds: float = 10.0
     check_interval: float = 0.5
     slow_after: float = 2.0

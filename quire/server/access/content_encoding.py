@@ -79,17 +79,20 @@ class BodyDecoder:
                     yield part
 
     def check_complete(self) -> None:
+        """Raises InvalidRequest for a truncated body."""
         for layer in self._layers:
             layer.check_layer_complete()
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
+    """Empty parts are dropped."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
+    """None after the last part."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:

@@ -26,6 +26,7 @@ def normalize_host(host: str) -> str | None:
 
 
 def _normalize_address(text: str) -> str | None:
+    """None if it is not an IP address."""
     try:
         return str(ip_address(text))
     except ValueError:

@@ -50,6 +50,7 @@ class Tenant:
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
+        """Raises InvalidRequest."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
 

@@ -40,6 +40,7 @@ class LineRequest:
 
 
 def parse_line(line: str | bytes) -> LineRequest:
+    """Raises InvalidRequest."""
     try:
         entry = msgspec.json.decode(line, type=_LineEntry)
     except msgspec.ValidationError:

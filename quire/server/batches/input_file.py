@@ -11,6 +11,7 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
+"""OpenAI's limit."""
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
@@ -65,6 +66,7 @@ def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tu
 
 
 def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
+    """Raises InvalidRequest."""
     if len(job.body) > max_bytes:
         raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
     if job.url != endpoint:

@@ -26,6 +26,7 @@ _SMOOTHING_STEPS = 16
 class StepTimesByRequestCount:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        """Average seconds per step."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record

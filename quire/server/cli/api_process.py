@@ -57,6 +57,7 @@ def main() -> int:
 
 
 def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
+    """Raises ConfigError."""
     if setup.descriptor is not None:
         return socket.socket(fileno=setup.descriptor)
     listener = socket.socket(setup.family, socket.SOCK_STREAM)

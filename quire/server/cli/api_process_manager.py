@@ -89,6 +89,8 @@ class ManagerDependencies:
 
 
 class ApiProcessManager:
+    """One run of the server: start, serve, drain. `run()` returns the exit status."""
+
     def __init__(
         self,
         config: ServerConfig,

@@ -124,6 +124,7 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
+        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property

@@ -41,6 +41,8 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
+    """Exits with status 0. `=all` also prints the uncommon flags."""
+
     uncommon_actions: list[argparse.Action]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
@@ -56,6 +58,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
+    """The parser must have no --help."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -136,6 +139,7 @@ def _parse_yaml_and_flags(
 
 
 def _split_json_lists(texts: Sequence[str]) -> list[Any]:
+    """vLLM's lists are JSON."""
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):

@@ -59,6 +59,7 @@ class CheckResult:
 
 
 def main(argv: Sequence[str], started: float) -> int:
+    """Return 0 if all tokens were the same, else 1."""
     parser = build_parser(
         "quire verify",
         __doc__,
@@ -126,6 +127,7 @@ class Verification:
         self._expected_tokens: TokensByRequest = {}
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
+        """Raises ConfigError or EngineError."""
         model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):

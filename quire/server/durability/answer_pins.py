@@ -16,6 +16,7 @@ class ResumedCall:
     call: JournaledCall
     seen_events: Sequence[int]
     attempt: int
+    """Unique; 0 for a background response read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
+    """Return why the answer cannot be resumed; None if it can."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

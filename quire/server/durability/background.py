@@ -30,6 +30,7 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
+    """By sequence number; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
     can_restart: bool = False
@@ -82,6 +83,7 @@ class Background:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
+        """Return JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response

@@ -96,6 +96,7 @@ class DurableRequest(ABC):
     def submit(
         self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
     ) -> OutputSource:
+        """Raises EngineError if the engine has ended."""
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above

@@ -23,6 +23,7 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
+    """Return the call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 

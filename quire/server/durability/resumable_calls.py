@@ -60,7 +60,9 @@ class Claim:
     owner: str
     name: str
     expires_at: float
+    """`time.monotonic()`."""
     attempt: int = 0
+    """0 for a key."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +71,7 @@ class RunningCall:
     retention_seconds: float
     """Counted from its end."""
     close_generation: Callable[[], None] | None = None
+    """None after its end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
     log_number: int = 0
@@ -211,6 +214,7 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
+        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:

@@ -28,6 +28,7 @@ class ChatFormats:
     renderer: ChatRenderer
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
+    """None: disabled by the operator."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH

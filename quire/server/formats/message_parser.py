@@ -29,6 +29,7 @@ class RequestMessageFormat:
     starts_in_thinking: bool | None = None
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
+    """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
     """Tools declared as custom: the input is their only argument."""

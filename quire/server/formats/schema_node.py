@@ -184,6 +184,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
+    """Empty if there is none."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:
@@ -252,6 +253,7 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
+    """None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

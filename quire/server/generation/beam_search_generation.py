@@ -50,6 +50,7 @@ class BeamSearchGeneration(Generation):
 
     @property
     def reasoning_tokens(self) -> int | None:
+        """None: beam search does not count them."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:

@@ -50,6 +50,7 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
+        """Prompt tokens that could have been cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """The generation sets this, `end_reason` and the two times."""
@@ -95,6 +96,7 @@ class ChoiceState:
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
+        """None: nothing to show yet."""
         output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:

@@ -26,7 +26,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
+    """None if reasoning is not parsed."""
     metrics: Mapping[str, float | None] | None = None
+    """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
     first_token_time: float | None = None
     """`time.monotonic()`."""

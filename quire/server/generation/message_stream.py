@@ -21,6 +21,7 @@ class MessageDeltaStream:
     """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
+        """`text` must have no stop strings."""
         self._text_stream = text
         self._parser = parser
         self._include_stop = params.include_stop_str_in_output
@@ -30,6 +31,7 @@ class MessageDeltaStream:
         self._raw_tail = ""
         self._text_length = 0
         self._decided_length = 0
+        """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []
 
     @property

@@ -90,6 +90,7 @@ class Caller:
     cache_salt: str = ""
     """Already specific to the tenant."""
     adapter: Adapter | None = None
+    """None if the model name is not an adapter's."""
     chosen_id: str = ""
     include_receipt: bool = False
     record_receipt: bool = False
@@ -104,6 +105,7 @@ class AnswerIdentity:
     requested_id: str = ""
     """Chosen by the caller; may not be unique."""
     created: int = 0
+    """Unix time in seconds."""
     seed: int | None = None
     """The body's, or drawn so that the answer can be recomputed."""
     resumable: bool = False
@@ -132,6 +134,7 @@ class ResolvedRequest:
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
+    """Seconds until the answer must be complete."""
     queue_timeout: float | None = None
     """Seconds until the first token or vector."""
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -87,6 +87,7 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
+        """None: nothing to show yet."""
         choice = self._choices_by_id[output.id]
         if choice.is_finished:  # closed before this output was read
             return None

@@ -122,6 +122,7 @@ def _remove_stale_socket(path: Path) -> int:
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
+    """None if there is no file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -137,6 +137,7 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Raises HTTPException if the client leaves."""
     task = asyncio.create_task(work)
 
     def cancel_task() -> None:

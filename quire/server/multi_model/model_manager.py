@@ -44,6 +44,7 @@ _RETRY_SECONDS = 10.0
 class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
+    """None until loaded."""
     num_open: int = 0
     waiting_since: float = 0.0
     """Monotonic time; 0 if no request waits."""
@@ -102,12 +103,14 @@ class ModelManager:
         return sum(each.client.num_open for each in self.loaded_runtimes)
 
     def require_model(self, name: str) -> ManagedModel:
+        """Raises ModelNotFound."""
         for member in self.managed_models:
             if name in member.served_names:
                 return member
         raise model_not_found_error(name, [each for member in self.managed_models for each in member.served_names])
 
     def add_model(self, entry: ModelEntry) -> ManagedModel:
+        """Raises InvalidRequest if a name is taken."""
         for name in (*entry.config.model_names, *configured_adapter_names(entry.config)):
             if any(name in member.served_names for member in self.managed_models):
                 raise InvalidRequest(
@@ -234,6 +237,7 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
+        """Raises the errors of the engine's start."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -252,6 +256,7 @@ class ModelManager:
             member.load_finished.set()
 
     def _check_fits_memory_limit(self, size: int) -> None:
+        """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(

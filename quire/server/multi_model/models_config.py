@@ -46,6 +46,8 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory is in GiB."""
+
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
     slice_seconds: _Seconds = 10.0
@@ -73,6 +75,7 @@ class ModelsConfig:
     entries: tuple[ModelEntry, ...]
     """The first entry is the default, loaded at the start."""
     memory_limit_bytes: int | None
+    """Limit for awake models; None: unlimited."""
     slice_seconds: float
     """A model with open requests makes room only after this time."""
     defaults: ModelsFileOptions
@@ -80,6 +83,7 @@ class ModelsConfig:
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
+        """Raises ConfigError."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -91,6 +95,7 @@ class ModelsConfig:
 
 
 def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
+    """`flags`: settings for every model. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -112,6 +117,7 @@ def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
 def parse_model_tables(
     where: str, tables: Mapping[str, Mapping[str, Any]], options: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelsConfig:
+    """`where`: prefix of errors. Raises ConfigError."""
     aliases = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
     entries = [
         _parse_entry(f"{where}: {name}", name, _without_preset_keys(table), options, flags)
@@ -153,6 +159,7 @@ def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEnt
 
 
 def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Raises ConfigError."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:

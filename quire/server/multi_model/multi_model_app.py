@@ -38,6 +38,7 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
+    """Ollama's older clients use it."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,6 +128,7 @@ class MultiModelDispatcher:
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
+        """Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if not name or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):

@@ -58,6 +58,7 @@ class ModelPreset:
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
+    """`where`: prefix of errors. Raises ConfigError."""
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{where}: system: must be a text")
     if not isinstance(parameters, dict):

@@ -39,6 +39,7 @@ async def record_trace(history: RequestHistory, seconds: float) -> bytes:
 def build_trace(
     steps: Sequence[StepEntry], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
 ) -> dict[str, Any]:
+    """`began` and `ended`: time.monotonic()."""
     overlapping = [each for each in timelines if (each.ended_at or ended) > began and each.submitted_at < ended]
     window = _RecordingWindow(began, ended)
     events = [*_track_name_events(replicas), *_request_events(overlapping, window)]

@@ -53,6 +53,7 @@ class LiveView:
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
+        """A failure ends the streams, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()
@@ -68,6 +69,7 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
+        """None during a long step or an engine's replacement."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()

@@ -12,6 +12,7 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
+"""The latest turns of a conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their blocks were evicted to make room",
     "computing": "another request was still computing them",

@@ -31,6 +31,7 @@ class RequestRecord:
     created_at: float = field(default_factory=lambda: clock.time())
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
+    """Empty without API keys."""
     weight: float = 1.0
     status: int | None = None
     ended_at: float | None = None
@@ -81,6 +82,7 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
+        """None if not kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -151,6 +153,7 @@ class RequestLogMiddleware:
 
 
 def _status_of(message: Message) -> int | None:
+    """None if the message does not begin the answer."""
     match message["type"]:
         case "http.response.start" | "websocket.http.response.start":
             return int(message["status"])
@@ -160,6 +163,7 @@ def _status_of(message: Message) -> int | None:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
+    """0 if missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
+"""vLLM's name."""
 
 
 class RequestSpanExporter:
@@ -96,6 +97,7 @@ def create_otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 def _to_unix_nanoseconds(record: RequestRecord, moment: float) -> int:
+    """`moment`: time.monotonic()."""
     return int((record.created_at + moment - record.arrived_at) * 1e9)
 
 

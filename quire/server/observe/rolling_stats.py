@@ -90,6 +90,7 @@ class RollingStats:
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
+        """`seconds` between two steps that gave a request tokens."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)

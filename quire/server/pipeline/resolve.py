@@ -66,6 +66,7 @@ async def parse_request_body(request: Request, body_type: type[BodyType]) -> Bod
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
+    """Raises the errors of GrammarChecker.check_grammars."""
     if not resolved.grammars:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
@@ -116,6 +117,7 @@ async def _resolve_here_or_in_worker(
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
+    """Raises the errors of ImageFetcher.fetch_images."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 

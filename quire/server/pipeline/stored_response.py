@@ -35,6 +35,7 @@ class ResponseCache(Protocol):
 
 
 def response_cache_of(request: Request) -> ResponseCache | None:
+    """None for a POST."""
     response_cache: ResponseCache | None = request.scope.get(RESPONSE_CACHE_SCOPE_KEY)
     return response_cache
 
@@ -42,6 +43,7 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
+    """None if nothing is stored."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter

@@ -146,6 +146,7 @@ class ChatRequest(GenerationBody):
 
 
 def check_final_message_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
+    """Raises InvalidRequest."""
     if generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

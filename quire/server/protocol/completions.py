@@ -32,6 +32,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_candidates(self) -> int:
+        """Per prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:

@@ -66,6 +66,7 @@ class LlamaCppBody(EngineRequestBody):
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
     seed: int | None = None
+    """-1: random."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     logit_bias: (
@@ -73,6 +74,7 @@ class LlamaCppBody(EngineRequestBody):
         | Annotated[dict[str, float | bool], MaxEntries(MAX_LISTED_TOKEN_IDS)]
         | None
     ) = None
+    """false: never."""
     grammar: str = ""
     json_schema: Any = None
     n_probs: int = Field(0, ge=0)

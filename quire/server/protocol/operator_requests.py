@@ -45,6 +45,7 @@ class CallRequest(RequestBody):
 
     @property
     def call_kwargs(self) -> dict[str, Any]:
+        """Raises InvalidRequest."""
         kwargs = (self.model_extra or {}).get("kwargs", {})  # cannot be a field's name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")

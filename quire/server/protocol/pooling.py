@@ -149,6 +149,7 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
+    """0 and None: all."""
     return_documents: bool | None = None
     """Default: true; false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)

@@ -177,6 +177,7 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
+        """Yields (namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -25,6 +25,7 @@ BATCH_ENDPOINTS = (
     "/pooling",
 )
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400
+"""OpenAI's limits."""
 ExpirySeconds = Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)]
 MAX_ADDED_ITEMS = 20
 """OpenAI's limit per request."""

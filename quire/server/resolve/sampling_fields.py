@@ -88,6 +88,7 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
+    """Empty unless max_tokens exceeds the context."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 

@@ -33,6 +33,7 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     template_tools: list[dict[str, Any]] | None = None
+    """None: the template shows none."""
     tool_format: ToolFormat | None = None
     """Without it, calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)

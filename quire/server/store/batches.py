@@ -43,6 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
+    """Lifetime of its files; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -63,6 +64,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 class BatchLine(NamedTuple):
     position: int
     line_number: int
+    """1-based."""
     byte_offset: int
     length: int
     custom_id: str
@@ -96,9 +98,11 @@ class Batches:
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
+        """Raises InvalidRequest if the batch ended or is finalizing."""
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
+        """Do nothing unless the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -152,6 +156,7 @@ class Batches:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
     def list_open_batches(self) -> list[tuple[str, Batch]]:
+        """(owner, batch), oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
         open_batches: list[tuple[str, Batch]] = []
@@ -224,6 +229,7 @@ def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
 
 
 def _to_cancelling_or_raise(batch: Batch) -> Batch:
+    """Raises InvalidRequest."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return batch if batch.status == "cancelling" else with_batch_status(batch, "cancelling")

@@ -25,6 +25,7 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
+    """Stored bytes by kind."""
     counts: Mapping[str, int]
     """Sums of all processes, including ended ones."""
     refusal: str

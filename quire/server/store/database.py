@@ -40,6 +40,7 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
+        """"" if the last write succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -185,6 +186,7 @@ def query_page(
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
+    """(device, inode); None if missing."""
     try:
         status = path.stat()
     except OSError:

@@ -24,7 +24,9 @@ _FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 class StoredFile:
     id: str
     created: int
+    """Unix seconds."""
     expires: int | None
+    """Unix seconds; None: never."""
     bytes: int
     name: str
     purpose: str

@@ -15,6 +15,7 @@ MAX_TRANSACTION_ROWS = 128
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
+"""Smaller, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
@@ -26,6 +27,7 @@ class Garbage:
         with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
+        """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
         """Entries still being written, which must stay."""
 
@@ -89,6 +91,7 @@ class UnpublishedItems:
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
+        """0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """Call in the inserting transaction."""
@@ -126,6 +129,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
+    """Return positions and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

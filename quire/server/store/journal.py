@@ -40,6 +40,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     name: str
     """The answer's id, if the caller chose it."""
     created: int
+    """Unix seconds."""
     seed: int | None
     adapter: str = ""
     kernels: str = ""
@@ -72,6 +73,7 @@ class ProgressUpdate(NamedTuple):
     id: str
     progress: CallProgress
     expires_at: float
+    """Unix seconds."""
     is_complete: bool
 
 
@@ -79,6 +81,7 @@ class _AttemptClaim(NamedTuple):
     process: str
     attempt: int
     expires_at: float
+    """time.monotonic()."""
 
 
 class Calls:
@@ -95,6 +98,7 @@ class Calls:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes = BytesByOwner(dict(rows))
         self._sweep_position: tuple[float, str, str] | None = None
+        """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)

@@ -32,6 +32,7 @@ class StoredItem(NamedTuple):
 class ConversationLimits(NamedTuple):
     max_items: int
     max_bytes: int
+    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
@@ -51,6 +52,7 @@ class ObjectSummary:
     about: dict[str, Any]
     length: int
     size: int
+    """Stored bytes, including items."""
     count: int
 
 
@@ -143,6 +145,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
+        """Return the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -155,6 +158,7 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
+        """None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]

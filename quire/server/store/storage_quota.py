@@ -24,6 +24,7 @@ class StorageQuota:
         garbage: Garbage | None,
         new_eviction: Callable[[], EvictStep],
     ) -> None:
+        """`sizes` excludes the bytes of `garbage`."""
         self._database = database
         self._max_bytes = max_bytes
         self._sizes = sizes
@@ -59,6 +60,7 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
+        """Return (more can go, bytes freed)."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

@@ -25,12 +25,14 @@ class ResponseRetention:
     """Responses of earlier versions count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
+        """`seconds`: maximum age; 0: unlimited."""
         self._store = store
         self._seconds = seconds
         with database.read_connection() as connection:
             row = connection.execute("select max(at) from upgrade").fetchone()
         self._upgraded_at: float = row[0] or 0.0
         self._position: tuple[float, int] | None = None
+        """(created, rowid) to continue from; None: the newest due response."""
         if database.was_upgraded and seconds:
             self._log_upcoming_deletions(database)
 

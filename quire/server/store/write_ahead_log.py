@@ -154,6 +154,7 @@ def _checksum(record: bytes) -> int:
 
 
 def _read_boot_id() -> bytes:
+    """Raises OSError if there is none."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
@@ -205,6 +206,7 @@ def _read_records(content: bytes) -> Iterator[_AnyRecord]:
 
 
 def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensRecord | StepTokensRecord:
+    """Raises _BrokenRecord."""
     if _checksum(record) != check:
         raise _BrokenRecord
     try:
@@ -214,6 +216,7 @@ def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensReco
 
 
 def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRecord:
+    """Raises _BrokenRecord."""
     if offset + _LEGACY_TOKEN_RECORD.size > end:
         raise _BrokenRecord
     _, check, number, choice, position, token_id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)

@@ -22,6 +22,7 @@ _BYTES_PER_SECOND = 1e6
 class WorkerSlotClaim:
     tenant: Tenant
     size: int
+    """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
     """It may take seconds, whatever its size."""
@@ -52,6 +53,7 @@ class JobQueue:
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
+        """Worker seconds divided by the tenant's weight, for tenants with jobs here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
 

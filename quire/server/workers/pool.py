@@ -76,6 +76,7 @@ class WorkerPool:
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
         self._shutdown_error: Exception | None = None
         self._start_task: asyncio.Task[None] | None = None
+        """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
@@ -244,6 +245,7 @@ class WorkerPool:
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
+        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:

@@ -117,6 +117,7 @@ def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str
 
 
 def _read_frame(pipe: BinaryIO) -> bytes:
+    """Raises EOFError if the server is gone."""
     if (content := read_frame(pipe)) is None:
         raise EOFError
     return content

@@ -45,6 +45,7 @@ def resolve_model_with_overrides(config: EngineConfig) -> Path:
 
 
 def load_model_config(config: EngineConfig, path: Path) -> ModelConfig:
+    """Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     return read_model_config(path, config.model_impl, tokenizer, config.chat_template, resolve_weights(config))
 
@@ -105,6 +106,7 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:
+    """Raises ConfigError."""
     try:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:

@@ -152,6 +152,7 @@ class _PickleStack:
 
 
 def _interpret_pickle(instructions: Iterable[tuple[Any, Any, int | None]]) -> Any:
+    """Raises ValueError for unexpected content."""
     stack = _PickleStack()
     memo: dict[int, Any] = {}
     for count, (opcode, argument, _) in enumerate(instructions):

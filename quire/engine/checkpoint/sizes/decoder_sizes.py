@@ -33,9 +33,11 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
+    """Explains conv_values_per_token to users; "" if that is 0."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
+    """Keyed by name, for constructing subclasses."""
     return {each.name: getattr(costs, each.name) for each in fields(costs)}
 
 

@@ -76,6 +76,7 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
+    """transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
@@ -145,12 +146,14 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
 
 
 def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
+    """Raises ModelError."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
     return int(text_fields[key])
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
+    """`name`: a key of SIZE_FIELD_ALIASES. 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 

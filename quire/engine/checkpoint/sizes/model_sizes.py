@@ -39,9 +39,11 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
+    """Method; None if unquantized."""
     bits_per_weight: float
     """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
+    """Empty for supported models."""
     notes: tuple[str, ...]
     tower_parameters: int
     """Counts image tower and connector, which are not in `num_parameters`."""
@@ -75,6 +77,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def conv_values_per_token(self) -> int:
+        """Stored in the model's dtype."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
@@ -139,6 +142,7 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ModelError for an incomplete configuration or another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
@@ -149,6 +153,7 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
+    """None without a family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -196,6 +201,7 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
 
 
 def _mean_stored_bits(settings: Mapping[str, Any]) -> float | None:
+    """None for unsupported settings."""
     try:
         return parse_quantization_config(settings).mean_stored_bits  # type: ignore[arg-type]
     except ModelError:

@@ -32,6 +32,7 @@ MAX_SESSIONS = 4096
 class Session:
     tenant: str
     key: str | None
+    """None without a session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
@@ -41,6 +42,7 @@ class Session:
     tail_hash: bytes = b""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
+    """In seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
         """The larger, the less likely the session continues."""

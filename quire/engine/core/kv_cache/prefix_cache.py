@@ -34,6 +34,7 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
+        """None: nobody reads them."""
         self._first_written: dict[int, int] = {}
         """First token in each block that the step being scheduled writes."""
 

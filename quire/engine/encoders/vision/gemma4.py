@@ -112,6 +112,7 @@ class Gemma4Tower(Tower):
         return [self._pool_and_project(each, rows, columns) for each in x.chunk(len(images))]
 
     def _pool_and_project(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """[T, hidden] to tokens."""
         vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()

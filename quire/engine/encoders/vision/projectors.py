@@ -19,6 +19,8 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
+    """Load weights through `parameters()` before use."""
+
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -107,6 +109,7 @@ class PixelShuffleMLP:
         return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
 
     def project_grid(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows * columns, hidden] to [tokens, text_hidden_size]."""
         x, norm = pixel_shuffle(hidden, rows, columns, self._scale), self._norm
         return self._linears(x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
 
@@ -142,6 +145,7 @@ class AttentionPoolingProjector(Projector):
     """SigLIP's: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
+        """Raises ModelError for an unsupported activation."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")

@@ -64,6 +64,7 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
+    """InternVL (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -146,6 +147,7 @@ class SquareTower(Tower):
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 
     def _embed_pixels(self, pixels: Tensor) -> Tensor:
+        """Return [tokens, hidden]."""
         assert self._positions is not None, "weights are not loaded"
         x = self._patch_embedding(pixels)
         assert len(x) == len(self._position_ids), "an image that was prepared for another tower"

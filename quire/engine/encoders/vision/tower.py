@@ -50,6 +50,8 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
+    """Load weights through `parameters()` before use."""
+
     unused_prefixes: tuple[str, ...] = ()
 
     @abstractmethod
@@ -109,6 +111,7 @@ class ChannelLastPatchEmbedding:
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
+        """[height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         patches = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
@@ -154,4 +157,5 @@ def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: T
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    """[size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

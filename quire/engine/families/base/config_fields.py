@@ -28,6 +28,7 @@ def default_true_reader(name: str) -> ConfigReader:
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
+    """Returns `default` if the field is missing or 0."""
     return lambda config: config.raw.get(name) or default
 
 

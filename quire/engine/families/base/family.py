@@ -55,11 +55,14 @@ class DecoderFamily(ModelFamily):
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
+    """Per layer: replacement of attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
+    """Replaces the MLP in layers with experts. Returns None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)
 
     weight_names: WeightNames = field(default_factory=WeightNames)
     gguf: GGUFFormat | None = None
+    """None: GGUF files are not supported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
         """Config fields and weight names in `changes` replace this family's. Spec changes and checks are added. GGUF

@@ -31,6 +31,7 @@ def layer_norm_family(
 
 
 def _plain_mlp_activation(config: ModelConfig) -> str:
+    """Raises ModelError."""
     activation = hidden_activation(config)
     if activation is None or activation == "silu":
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")

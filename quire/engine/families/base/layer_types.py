@@ -73,6 +73,8 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
+    """Layers of `other_kinds` get None."""
+
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
         return [None if kind in other_kinds else next(attention_values) for kind in config.raw.get("layer_types") or ()]
@@ -81,6 +83,7 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
+    """Layer indices start at 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

@@ -23,10 +23,12 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
+    """The checkpoint's dtype."""
     rope: dict[str, Any]
     raw: FamilyConfigFields
     """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
+    """Set by read_eos_token_ids; () before."""
     max_model_len: int | None = None
     """Longest context to serve, in tokens; None: `max_position`."""
     rope_context: int | None = None

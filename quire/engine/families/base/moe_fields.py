@@ -66,6 +66,7 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
+    """0 without shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -75,6 +76,7 @@ def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
 
 
 def expert_intermediate_size(config: ModelConfig) -> int:
+    """Raises ModelError."""
     if (inner := config.raw.get("moe_intermediate_size")) is None:
         kind = config.model_type
         raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")

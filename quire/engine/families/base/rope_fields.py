@@ -19,6 +19,7 @@ _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
 """In tokens, for LongRoPE models without this field."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
+"""For these, transformers' classes choose frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:

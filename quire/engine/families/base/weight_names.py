@@ -65,6 +65,7 @@ class WeightNames:
     position_offset: int = 0
     """Unused first rows of the position table."""
     stacked_experts: StackedExperts | None = None
+    """None: each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
         """GGUF tensors have Llama's names, except fused ones."""

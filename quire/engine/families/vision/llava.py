@@ -134,6 +134,7 @@ class UnpaddedPatchRegion:
 
 
 def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSpec:
+    """Raises ModelError."""
     if config.tower.get("model_type") == "pixtral":
         return pixtral_vision_spec(config)
     vision = _base_llava_vision_spec(
@@ -147,6 +148,7 @@ def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSp
 
 
 def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
+    """Raises ModelError."""
     pinpoints = (
         config.model_fields.get("image_grid_pinpoints")
         or config.preprocessor.get("image_grid_pinpoints")
@@ -161,6 +163,7 @@ def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
+    """Raises ModelError."""
     vision = _base_llava_vision_spec(config, center_crops=False)
     default = [
         [rows * vision.square_side, columns * vision.square_side] for rows in range(1, 7) for columns in range(1, 7)
@@ -180,6 +183,7 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
+    """Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
         raise config.config_error(f"vision_config: model_type: {name!r} is not served, {', '.join(_TOWER_KINDS)} are")
@@ -222,6 +226,7 @@ def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_
 
 
 def _tower_up_to_feature_layer(config: VisionConfig, shape: TowerShape) -> TowerShape:
+    """Raises ModelError."""
     layer = config.model_fields.get("vision_feature_layer")
     layer = -2 if layer is None else layer
     if isinstance(layer, list):

@@ -67,6 +67,7 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
+    """Raises ModelError."""
     return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,

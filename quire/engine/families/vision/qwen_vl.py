@@ -109,6 +109,7 @@ def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
+    """Raises ModelError."""
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
     vision = _base_qwen_vision_spec(config, shape, config.tower.get("out_hidden_size") or 3584)
@@ -161,6 +162,7 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
+    """Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")

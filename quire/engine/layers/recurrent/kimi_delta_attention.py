@@ -48,6 +48,7 @@ class KimiDeltaAttention(MatrixStateMixer):
         return table | self._make_parameters(["A_log"], self._slice_decay_rates)
 
     def _slice_decay_rates(self, tensor: Tensor) -> Tensor:
+        """`tensor` [1, 1, heads, 1]."""
         return tensor.narrow(2, self._head_span.start, len(self._head_span))
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:

@@ -35,6 +35,7 @@ class RecurrentMixer(Sublayer):
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
+        """float32, without linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
@@ -71,6 +72,7 @@ class MatrixStateMixer(RecurrentMixer):
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
+        """`tensor` [channels, ...]."""
         kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])

@@ -190,6 +190,7 @@ def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Te
 
 
 def broadcast_to_groups(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
+    """Return [out, groups]."""
     outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(outs, groups)

@@ -23,6 +23,8 @@ class LinearFormat(ABC):
 
 
 class MixedScheme(UnquantizedScheme):
+    """Each linear has its own format; None: unquantized."""
+
     def __init__(
         self,
         backend: Backend,

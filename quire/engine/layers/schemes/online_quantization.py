@@ -33,6 +33,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
+        """`dtype`: of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 

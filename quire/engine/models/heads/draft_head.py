@@ -16,6 +16,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
+    """The decoder's sizes and dtypes, whole on every rank."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
@@ -25,7 +26,9 @@ class DraftHead(ABC):
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
+    """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
+    """None: unlimited."""
     block_bytes_formula: str = "0"
 
     @property

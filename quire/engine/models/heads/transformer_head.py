@@ -23,6 +23,7 @@ class TransformerHead(DraftHead):
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
+        """The layers have the decoder's sizes and dtypes, whole on every rank."""
         self.device = decoder.device
         build_context = draft_build_context(scheme, decoder, backend)
         self._layers = [
@@ -98,6 +99,7 @@ class TransformerHead(DraftHead):
         return x, residual
 
     def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
+        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
             shape = self._decoder.spec.hidden_size, self._decoder.dtype

@@ -46,6 +46,7 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
+        """[T]."""
         assert self._metadata is not None
         return self._metadata.positions
 

@@ -48,6 +48,8 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 class _BodyOutput(BaseModelOutputWithPast):
+    """Other fields are None."""
+
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -67,6 +69,7 @@ class TransformersDecoder(Decoder):
     """False while one rank computes alone. Its results then mean nothing."""
 
     def build_modules(self, build_context: BuildContext) -> None:
+        """Builds all layers: check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec

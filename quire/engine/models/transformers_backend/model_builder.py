@@ -59,6 +59,7 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
 
 
 def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Raises ModelError if there is no body."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
     for body in candidates:

@@ -32,6 +32,7 @@ class TransformersSpec(DecoderSpec):
     transformers_class: str = ""
     rope_context: int | None = None
     max_len: int = 0
+    """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
     """The class may use weights of other modules without calling them."""
 
@@ -40,6 +41,7 @@ class TransformersSpec(DecoderSpec):
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
     def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
+        """Raises ModelError if it cannot be sharded."""
         if shard.world_size == 1:
             return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)

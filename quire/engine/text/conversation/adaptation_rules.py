@@ -59,6 +59,7 @@ class AdaptationRule(NamedTuple):
     filler_index: int = 0
 
     def label(self, role: str) -> str:
+        """Empty if nothing changes."""
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")

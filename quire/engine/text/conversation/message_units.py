@@ -42,6 +42,7 @@ class UnitShape(NamedTuple):
 class MessageUnit:
     messages: tuple[Message, ...]
     index: int
+    """-1 if Quire added it."""
     is_tool_description: bool = False
 
 

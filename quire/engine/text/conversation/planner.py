@@ -53,6 +53,7 @@ class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
+    """Keyed by whether a generation prompt follows."""
 
 
 class ConversationPlanner:
@@ -201,6 +202,7 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
+        """None if the template does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -228,6 +230,7 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
+        """None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):

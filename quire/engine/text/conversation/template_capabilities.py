@@ -23,6 +23,7 @@ class TemplateInputFormat:
     content_parts: bool = False
     """Some multimodal templates omit content that is a string."""
     empty_tool_list: bool = False
+    """`tools` is an empty list if there are none."""
     functions_variable: bool = False
 
     shows_user_text: bool = True

@@ -37,6 +37,7 @@ class UnitWriter(NamedTuple):
     text_arguments: bool
 
     def write_unit(self, unit: MessageUnit, rule: AdaptationRule, before: Sequence[Message]) -> WrittenUnit | None:
+        """None if the rule does not fit."""
         messages, moved_texts = list(unit.messages), list[str]()
         for fix in rule.fixes:
             apply_fix = _FIX_FUNCTIONS[fix]

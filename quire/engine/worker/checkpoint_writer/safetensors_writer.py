@@ -20,6 +20,7 @@ class SafetensorsFileWriter:
     """A context manager. Each tensor is written once, in any order. Raises OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """`tensors`: safetensors dtype and shape."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}

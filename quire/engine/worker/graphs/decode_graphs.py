@@ -49,6 +49,7 @@ class StepFunctions:
 
 
 _GraphKey = tuple[int, int | None, int]
+"""Rows, max blocks (None: sampling), row parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def graph_sizes(slots: InputBatch) -> list[int]:
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
+    """Blocks of each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)

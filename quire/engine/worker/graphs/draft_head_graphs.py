@@ -30,6 +30,7 @@ AdvanceFunction = Callable[[Tensor, int], Tensor]
 class _GraphKey(NamedTuple):
     size: int
     max_blocks: int | None
+    """None: sampling."""
     draft_index: int = 0
     """0 unless samplers differ."""
 

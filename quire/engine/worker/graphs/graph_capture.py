@@ -48,6 +48,7 @@ class GraphSet(Generic[GraphKey]):
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
+        """`group`: ranks that capture the same graphs; None: only this one."""
         self._capture = capture
         self._device = device
         self._group = group

@@ -48,6 +48,7 @@ class MixedGraphKey(NamedTuple):
     num_prefill_tokens: int
     max_blocks: int
     row_parts: int
+    """3 with adapters, otherwise 2."""
 
     @property
     def num_total_rows(self) -> int:

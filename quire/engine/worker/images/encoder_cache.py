@@ -28,6 +28,7 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
+        """None until done."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -52,6 +53,7 @@ class ImageEncoderCache:
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
+        """Keyed by slot; several slots may share one."""
         self.num_encoded = 0
 
     def run_scheduled_encoder_chunks(
@@ -108,6 +110,7 @@ class ImageEncoderCache:
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
+        """[rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings

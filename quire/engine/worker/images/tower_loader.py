@@ -136,6 +136,7 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
+    """None: images are served."""
     device = chosen.device
     if (
         device.type != "cpu"

@@ -95,6 +95,7 @@ def open_weights(
 
 
 def _check_quantization(config: EngineConfig, method: str | None) -> None:
+    """Raise ConfigError unless `method` is the checkpoint's."""
     if config.online_quantization is not None and method is not None:
         message = (
             f"quantization: {config.online_quantization} was given, but the checkpoint's weights are {method} already"

@@ -32,6 +32,7 @@ Logprobs = Tensor
 def load_standalone_model_and_backend(
     config: EngineConfig, tensors: NamedTensors | None = None
 ) -> tuple[LoadedModel, Backend]:
+    """Raises ConfigError."""
     configure_cpu(config)
     path = resolve_model_with_overrides(config)
     model_config = read_model_config(path, config.model_impl)
@@ -60,6 +61,7 @@ class ForwardPass:
 
     @torch.inference_mode()
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+        """Raises InvalidRequest."""
         model, ids = self._model, self._validate_token_ids(token_ids)
         tokens = torch.tensor(ids, dtype=torch.int32, device=model.device)
         hidden = compute_hidden_states(model, self._block_size, tokens, len(ids) - 1)

@@ -94,6 +94,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
+    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)

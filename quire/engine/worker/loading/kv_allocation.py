@@ -17,6 +17,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 @dataclass(frozen=True, slots=True)
 class RunnerResources:
     capture: GraphCapture | None
+    """None: no graphs."""
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None

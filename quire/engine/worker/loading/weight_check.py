@@ -44,6 +44,7 @@ class ExpectedWeights:
     optional_prefixes: tuple[str, ...] = ()
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
+        """`stage_tables`: shapes and dtypes by name, per other pipeline stage."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}

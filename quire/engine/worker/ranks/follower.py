@@ -38,6 +38,7 @@ _NO_TIMEOUT = timedelta(days=365)
 """Other means detect the first rank's end."""
 
 ReadMessage = Callable[[], bytes | None]
+"""None once the first rank has ended."""
 
 
 def run_follower(

@@ -29,6 +29,8 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
+    """All stages but the last, in order."""
+
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
 

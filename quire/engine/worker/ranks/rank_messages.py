@@ -28,7 +28,9 @@ class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
     """Bytes as read or, for pipeline stages, in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
+    """"" on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -101,6 +101,7 @@ class MultiProcessRanks(RankGroup):
         """"" if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
+        """They return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
         if chosen.device.type == "cuda" and not config.enforce_eager:

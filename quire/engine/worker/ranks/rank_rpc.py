@@ -26,6 +26,7 @@ class RankWorker:
         return {**description, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
 
     def parameters(self) -> dict[str, list[object]]:
+        """Shape and dtype by checkpoint name."""
         table = self.model.parameters()
         return {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in table.items()}
 

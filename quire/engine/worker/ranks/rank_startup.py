@@ -89,6 +89,7 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
+    """None if nothing is missing."""
     if is_other_device(device):
         return f"ranks compute only on CPUs and CUDA GPUs so far, not on {device.type}; see --device"
     if device.type != "cuda":

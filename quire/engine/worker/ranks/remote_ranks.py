@@ -68,6 +68,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings that this machine knows better than machine 0."""
     cores: list[int]
+    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -130,6 +131,7 @@ class RemoteRank:
         self.end()
 
     def send(self, content: bytes) -> None:
+        """Raises BrokenPipeError."""
         if self._has_ended.is_set():
             raise BrokenPipeError
         self._push_order(content[FRAME_HEADER.size :])
@@ -142,6 +144,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
+        """None once the rank has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -180,6 +183,7 @@ class NodeRendezvous:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def _report_or_time_out(self, missing: list[int], waited: float) -> None:
+        """Raises ConfigError on timeout."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
         if waited > self._config.nodes_timeout:

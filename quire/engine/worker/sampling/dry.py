@@ -32,6 +32,7 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
+    """-1: all tokens."""
     breaker_lengths: np.ndarray
     """[L] int64: the different lengths of sequence breakers."""
     breaker_hashes: np.ndarray
@@ -66,6 +67,7 @@ def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _mix(tokens: Any) -> Any:
+    """An array or a tensor of int64."""
     mixed = (tokens + 1) * _MIX_FACTOR
     return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
 
@@ -101,6 +103,7 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
 
 
 def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
+    """[n, width]: each token, after the width - 1 tokens before it."""
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 

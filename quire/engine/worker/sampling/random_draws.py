@@ -18,6 +18,7 @@ def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def xtc_draw(seed: int, position: int) -> float:
+    """In [0, 1)."""
     return float(_uniform_array([seed], [position], _XTC_STREAM)[0])
 
 

@@ -28,6 +28,7 @@ class RequestSamplingRules:
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
+    """int64."""
     biases: dict[int, float]
     """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
@@ -99,6 +100,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
+    """[R, L] int64; None if no row lists tokens."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None

@@ -36,8 +36,11 @@ class StartedWorker:
     micro_batches: int = 1
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
+    """None if no adapters are served."""
     collective_rpc: CollectiveRPC | None = None
+    """None if ranks take no calls."""
     get_offload_counts: Callable[[], OffloadCounts] | None = None
+    """None without offloading."""
 
 
 def make_engine_info(

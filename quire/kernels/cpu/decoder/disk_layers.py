@@ -89,6 +89,7 @@ class DiskLayerStreamer(LayerStreamer):
         return memory
 
     def _read_layer(self, layer: int, memory: Tensor) -> None:
+        """Raises OSError."""
         target, begin = memory.numpy().data, 0
         for held in self._buffers.get(layer, ()):
             piece, done = self._arena.file_extent(held.weights), 0

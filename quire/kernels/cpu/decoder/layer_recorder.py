@@ -43,6 +43,8 @@ class _StepArgument:
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
+    """Stands for a tensor [T, *shape]."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -195,6 +197,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
+        """dtype None: the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)

@@ -26,6 +26,7 @@ def multiply_per_head(
     x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """Each output is one sum in order."""
     m, block = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
     m_inside, k = m < rows, tl.arange(0, BLOCK_K)
     own_x = x + (m.to(tl.int64)[:, None] * BLOCKS + block) * (INNER + PASSED)

@@ -22,6 +22,7 @@ _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
 
 class QuantizedFormat(NamedTuple):
     bits: int
+    """Integer bits; 0: float8."""
     code_values: tuple[int, ...] | None
     scale_block: tuple[int, int]
     """(outputs, inputs) per scale; 0: all."""

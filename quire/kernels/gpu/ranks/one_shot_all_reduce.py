@@ -34,6 +34,7 @@ _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
 """A failed rank waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
+"""(number of elements, dtype)."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -78,6 +79,7 @@ class OneShotAllReduce:
         self.host_flags[0] = 1
 
     def raise_if_failed(self) -> None:
+        """Raises RankEnded if a sum was given up."""
         if self.host_flags[1]:
             raise RankEnded("an all-reduce was given up")
 

@@ -34,6 +34,7 @@ REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": Fla
 
 
 def check_report_paths(json_path: Path | None, png_path: Path | None = None) -> None:
+    """Raises ConfigError."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")
@@ -76,6 +77,7 @@ def print_table(title: str, summary: BenchSummary) -> None:
 
 
 def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
+    """Samples are in seconds."""
     from matplotlib.figure import Figure
 
     shown = {name: sorted(1000 * value for value in samples[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}

@@ -22,6 +22,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
+    """Raises ConfigError."""
     if args.dataset_name == "custom":
         return _read_custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
     return _read_sharegpt(args, count_tokens)
@@ -74,6 +75,7 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
+    """None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None

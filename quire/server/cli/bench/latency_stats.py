@@ -20,6 +20,7 @@ class BenchAnswer:
 
     @property
     def gaps(self) -> list[float]:
+        """In seconds. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -30,6 +31,8 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
+    """In milliseconds."""
+
     mean: float
     p50: float
     p90: float
@@ -60,6 +63,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
+    """Takes seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -68,6 +72,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
+    """In seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],

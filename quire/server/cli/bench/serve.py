@@ -102,6 +102,7 @@ class ReceivedStream:
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
+        """Raises ValueError for an error or a malformed chunk."""
         chunk = _decode_chunk(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -201,6 +202,7 @@ class Measurement:
 async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
+    """Raises EngineError if a warm-up request fails."""
     jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:

@@ -19,6 +19,8 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
+    """`status` is None without an HTTP response."""
+
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status

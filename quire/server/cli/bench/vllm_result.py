@@ -65,6 +65,7 @@ def build_result(
 
 
 def save_result(args: argparse.Namespace, content: Mapping[str, Any]) -> Path:
+    """Raises ConfigError."""
     rate = content["request_rate"]
     at_once = "" if args.concurrency is None else f"-concurrency{args.concurrency}"
     base = str(content["model_id"]).rpartition("/")[2]

@@ -23,6 +23,7 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
+    """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending

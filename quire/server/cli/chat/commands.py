@@ -59,6 +59,7 @@ def handle_line(
 
 
 def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
+    """Raises QuireError."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
@@ -143,6 +144,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
+    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body

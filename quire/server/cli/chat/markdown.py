@@ -17,6 +17,7 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
+    """Return the blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False

@@ -28,6 +28,7 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
+"""Ollama's switches for what is our default."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -105,12 +106,14 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
+    """Piped text, then the words; None if there is neither."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options["temperature"] = args.temperature
@@ -137,6 +140,7 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
+    """(None, None): start an engine."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model

@@ -44,6 +44,7 @@ def pull_configured_model_if_missing(config: EngineConfig) -> None:
 
 
 def download_model(name: str, revision: str | None) -> Path:
+    """Raises ModelError."""
     if not sys.stderr.isatty():
         from huggingface_hub.utils import disable_progress_bars
 

@@ -34,6 +34,7 @@ def open_client(args: argparse.Namespace) -> Iterator[httpx.Client]:
 
 
 def request_json(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Raises EngineError."""
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:

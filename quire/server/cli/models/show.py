@@ -83,6 +83,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _describe_stored(name: str) -> dict[str, Any]:
+    """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
@@ -125,6 +126,7 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
 
 
 def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
+    """Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)

@@ -41,7 +41,9 @@ class ModelRow:
     parameters: int
     memory: int
     context: int
+    """Tokens that fit; 0: none, or not served."""
     speed: float | None
+    """Maximum tokens per second; None: encoder."""
 
 
 def main(argv: Sequence[str], started: float) -> int:

@@ -67,6 +67,7 @@ class _ModelToPlan:
 
 
 def main(argv: Sequence[str], started: float) -> int:
+    """Return 0 if the model fits, else 1."""
     args, config = parse_settings(_build_plan_parser(), argv, ServerConfig, "name")
     _check_flags(args, config)
     if "max_loras" in vars(args):
@@ -102,6 +103,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
+    """Raises ConfigError."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
@@ -128,6 +130,7 @@ def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest
 
 
 def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
+    """Raises ConfigError."""
     if estimate.fits and not estimate.block_bytes:
         raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
     try:

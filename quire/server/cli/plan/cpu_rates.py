@@ -46,6 +46,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
+    """Return the machine unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine

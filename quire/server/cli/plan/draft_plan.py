@@ -31,6 +31,7 @@ class DraftPlan:
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
+        """`width`: bytes per number."""
         return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:

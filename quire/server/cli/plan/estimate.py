@@ -27,6 +27,7 @@ class PlanRequest:
     config: EngineConfig = _DEFAULTS
     """Without max_model_len, the context is as long as fits."""
     concurrency: int | None = None
+    """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
     draft: DraftPlan | None = None
 
@@ -66,6 +67,7 @@ class Estimate:
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
     reasons: tuple[str, ...] = ()
+    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
 
     @property
@@ -78,6 +80,7 @@ class Estimate:
 
     @property
     def num_fitting_blocks(self) -> int:
+        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -95,6 +98,7 @@ class Estimate:
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
+        """All streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -105,6 +109,7 @@ class Estimate:
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
+        """None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

@@ -23,11 +23,13 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
+    """Raises ModelError for an unreadable draft model."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
 
 def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
+    """Raises ModelError, and ConfigError for a useless rope_context."""
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
     uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
     resolve_rope_context(config, sizes.max_position, text, by_transformers=uses_transformers)
@@ -35,6 +37,7 @@ def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -
 
 
 def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig) -> Machine:
+    """Raises ConfigError."""
     counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
     return divide_machine_by_parallelism(machine, *counts, config.nnodes)
 
@@ -47,6 +50,7 @@ def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
+    """ "" if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""

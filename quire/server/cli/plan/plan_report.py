@@ -198,6 +198,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
+    """Bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -330,6 +331,7 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
+    """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines only on CPUs so far; --tensor-parallel-size works on GPUs too")

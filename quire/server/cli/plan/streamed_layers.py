@@ -29,6 +29,7 @@ class StreamedLayersPlan:
     read_bytes: int = 0
     saved_bytes: int = 0
     problem: str | None = None
+    """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:

@@ -60,6 +60,7 @@ def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
+    """None: the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits

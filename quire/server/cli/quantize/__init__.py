@@ -77,6 +77,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
+    """Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
@@ -87,6 +88,7 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
+    """Raises ConfigError."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} exists and is not empty")
@@ -97,6 +99,7 @@ def _check_output_folder(out: Path) -> None:
 
 
 def _check_quantizable(path: Path) -> None:
+    """Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is already quantized; give the checkpoint from which it was made")
     config = read_model_config(path)

@@ -52,6 +52,7 @@ MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
 def main(argv: Sequence[str], started: float) -> int:
+    """Return 0 if all receipts gave the same tokens, else 1, also if nothing was compared."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
@@ -103,6 +104,7 @@ def escape_unprintable(text: str) -> str:
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
+    """Raises errors of the engine's start, InvalidRequest for unreadable adapters and images, and EngineError."""
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -158,6 +160,7 @@ def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
+    """Read JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -174,6 +177,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
+    """Raises ConfigError."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:

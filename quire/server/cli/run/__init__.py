@@ -154,6 +154,7 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
+        """Raises EngineError if the engine has ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -298,6 +299,7 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
+    """Raises ConfigError at the start if the output is not writable, or has results without --resume."""
     output: Path = args.output
     if str(output) == "-":
         return set(), set()

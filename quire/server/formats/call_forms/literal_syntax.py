@@ -29,6 +29,7 @@ class LiteralSyntax:
     """Must follow a raw string, which may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
+        """Raises UnreadableLiteral."""
         first = yield from source.peek_non_space_character()
         if depth > MAX_DEPTH or not first:
             raise UnreadableLiteral

@@ -42,5 +42,6 @@ def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
 
 
 def last_tag(text: str) -> str:
+    """Empty if there is none."""
     tags = TAG.findall(text)
     return tags[-1] if tags else ""

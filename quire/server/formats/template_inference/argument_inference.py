@@ -41,6 +41,7 @@ class ArgumentsRegion:
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
+        """The turn must have one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]
@@ -68,6 +69,7 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
 
 
 def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
+    """Raises TemplateInferenceError."""
     full = region.extract_arguments_text(
         prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     )
@@ -160,6 +162,7 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
+    """None if values do not end by themselves."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

@@ -50,6 +50,7 @@ VERIFICATION_PROPERTIES = {
 
 
 def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = None) -> CallForm:
+    """Raises TemplateInferenceError."""
     prober = TemplateProber(renderer)
     prober.learn_generation_prompt()
     turn = turn or infer_turn_form(prober)
@@ -161,6 +162,7 @@ def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
 
 
 def _infer_json_keys(answer: str) -> JsonCallKeys | None:
+    """None if the call is not a JSON object with a name."""
 
     def is_arguments(value: Any) -> bool:
         return value == FULL_ARGUMENTS or (isinstance(value, str) and parse_json_or_none(value) == FULL_ARGUMENTS)

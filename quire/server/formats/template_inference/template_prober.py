@@ -53,10 +53,12 @@ class TemplateProber:
     tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
+    """Ids like functions.name:0."""
     prompt_before: str = ""
     generation_prompt: str = ""
 
     def learn_generation_prompt(self) -> None:
+        """Raises TemplateInferenceError."""
         user = {"role": "user", "content": USER_TEXT}
         self.prompt_before = self._render_probe([user], False)
         prompt = self._render_probe([user], True)

@@ -27,6 +27,7 @@ class AssistantTurnForm:
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
+        """Drop the generation prompt and empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:

@@ -58,6 +58,7 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
+        """Empty if a value is missing."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -149,6 +150,7 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
+        """True if a key must follow. Objects and lists are not keys."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
@@ -190,6 +192,7 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
+    """None if it is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

@@ -7,6 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str) -> Any:
+    """Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:

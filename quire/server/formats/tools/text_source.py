@@ -103,6 +103,7 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
+        """Empty at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]

@@ -9,6 +9,7 @@ from quire.server.formats.tools import strict_json
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     index: int
+    """Counted from 0 in the message."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None

@@ -93,6 +93,7 @@ class ToolFormat(ABC):
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
+    """None: the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:

@@ -19,6 +19,7 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 ANY_SLOT = -1
 """Requests have no slots: all run in the same steps."""
 RANDOM_SEED = 2**32 - 1
+"""How llama.cpp reports a seed of -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
+    """None if the answer need not contain it."""
     response_fields: Sequence[str] | None = None
+    """Paths of fields; None: all."""
     return_tokens: bool = False
 
 

@@ -65,6 +65,7 @@ def cohere_embed_body(
 
 
 def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
+    """`vector`: float32. `kind`: one of Cohere's embedding_types."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":

@@ -56,6 +56,7 @@ ITEM_ID_PREFIXES = {
 class CachedResponse:
     id: str
     items: tuple[bytes, ...]
+    """JSON of its own items and of all earlier ones, oldest first."""
     is_stored: bool
 
     @property
@@ -84,6 +85,7 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
+    """Includes all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -109,6 +111,7 @@ def _response_output(stored: StoreReader, owner: str, response_id: str) -> list[
 
 
 def check_history_size(num_bytes: int, num_items: int) -> None:
+    """Raises InvalidRequest."""
     if num_bytes > MAX_HISTORY_BYTES:
         raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
     if num_items > MAX_MESSAGES:

@@ -152,6 +152,7 @@ def content_with_images(text: str, images: Sequence[str], field: str) -> list[di
 
 
 def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
+    """None: the model's default."""
     options = body.options
     most = options.num_predict
     fields: dict[str, Any] = {

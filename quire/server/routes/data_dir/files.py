@@ -36,6 +36,7 @@ Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "ev
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
+"""OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
 """Number of bytes reserved at once if the length is not announced."""
@@ -88,6 +89,8 @@ async def upload_file(request: Request) -> Response:
 
 
 class _UploadSpaceReserver:
+    """Reserves space before bytes are read."""
+
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
         self._files, self._owner = runner.files, owner
         durable = get_server_context(request).persistence
@@ -99,9 +102,11 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
+        """Raises HTTPException if the form is too large."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
+        """Raises HTTPException if there is no room."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # length not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
@@ -281,6 +286,7 @@ def _check_origin(request: Request) -> None:
 
 
 async def _find_file(request: Request, file_id: str) -> StoredFile:
+    """Raises RequestNotFound."""
     return await find_or_raise(
         request, require_batch_runner(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
     )

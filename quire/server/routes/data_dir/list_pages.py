@@ -56,5 +56,6 @@ def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) 
 
 
 def leased_json_response(request: Request, body: bytes) -> Response:
+    """Raises Overloaded if too much waits to be sent."""
     grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

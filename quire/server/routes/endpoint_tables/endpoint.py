@@ -16,6 +16,7 @@ class Endpoint:
     description: str
     resolve: Resolver[Resolution]
     body_models: tuple[type[BaseModel], ...]
+    """A body must match one of them."""
     route_class: type[RateLimitedRoute] = GenerationRoute
     in_schema: bool = True
     """False: an alias of another path."""

@@ -78,6 +78,7 @@ async def _spawn_pull_process(name: str) -> Process:
 
 
 async def _wait_for_download(process: Process) -> str | None:
+    """Returns the error, or None on success. Kills the process if the caller leaves."""
     try:
         _, error_output = await process.communicate()
     finally:
@@ -91,6 +92,7 @@ async def _wait_for_download(process: Process) -> str | None:
 
 
 async def _read_small_body(request: Request) -> bytes:
+    """Raises InvalidRequest above _MAX_BODY_BYTES."""
     async with read_body(request) as body:
         if body.received_bytes > _MAX_BODY_BYTES:
             raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")

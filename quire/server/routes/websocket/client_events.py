@@ -84,6 +84,7 @@ def _read_stream_id(raw: msgspec.Raw) -> str | None:
 
 
 def _text_or_none(raw: msgspec.Raw) -> str | None:
+    """None for other types, which the pipeline refuses."""
     try:
         return msgspec.json.decode(raw, type=str | None)
     except (msgspec.MsgspecError, UnicodeDecodeError):

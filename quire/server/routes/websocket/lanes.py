@@ -22,9 +22,11 @@ class Lane:
     """The events with one `stream_id`, which are answered in order."""
 
     stream_id: str | None
+    """None: the events without one."""
     waiting: deque[CreateEvent] = field(default_factory=deque)
     latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
+    """Answers the lane's events; None if none are waiting."""
 
 
 class Lanes:
@@ -41,6 +43,7 @@ class Lanes:
         return [lane.task for lane in self._lanes.values() if lane.task is not None]
 
     def add_event(self, event: CreateEvent) -> None:
+        """Raises EventRefused."""
         lane = self._find_or_add_lane(event.stream_id)
         if self._num_waiting >= MAX_WAITING_EVENTS:
             message = f"More than {MAX_WAITING_EVENTS} events are waiting on this connection: wait for responses to end"

@@ -46,6 +46,7 @@ router = APIRouter()
 
 PATH = "/v1/responses"
 MAX_CONNECTION_SECONDS = 3600.0
+"""OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
 """These apply to single requests, but a connection has many."""
@@ -177,6 +178,7 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
+        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
@@ -196,6 +198,7 @@ class ResponsesSocket:
         return None
 
     async def _handle_event(self, message: ClientMessage, content: bytes) -> None:
+        """Raises EventRefused."""
         if message.is_binary:
             info = ErrorInfo(400, "Messages must be text, not binary", INVALID_REQUEST_TYPE)
             raise EventRefused(info)

@@ -331,6 +331,8 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
+    """Read for transformers' classes, which read other fields themselves."""
+
     architectures: list[ShortText] | None
     is_decoder: bool | None
     eos_token_id: _TokenId | _TokenIds | None

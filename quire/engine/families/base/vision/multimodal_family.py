@@ -13,3 +13,4 @@ class MultimodalFamily:
     read_vision_spec: Callable[[VisionConfig], VisionSpec] | None
     """None: only text is supported. Raises ModelError."""
     takes_unnormalized_pixels: bool = False
+    """Pixels may range from 0 to 1."""

@@ -22,6 +22,8 @@ _SizePairs = Annotated[
 
 
 class VisionConfigFields(TypedDict, total=False):
+    """Missing fields have transformers' defaults."""
+
     model_type: _ShortText | None
     hidden_size: LayerWidth | None
     embed_dim: LayerWidth | None

@@ -23,6 +23,7 @@ TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Statistics of CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class LoadedModel:
 class ModelPart:
     shard: ModelShard = UNSHARDED
     decoder_class: type[Decoder] = Decoder
+    """Ignored by the transformers backend."""
     stage: int = -1
     """Default: the last, which without a pipeline has all layers."""
 

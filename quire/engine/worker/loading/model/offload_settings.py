@@ -45,6 +45,7 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
 
 
 def disk_tensor_name_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
+    """None: no tensors are on disk."""
     if config.weights_on_disk is None:
         return None
     return ROUTED_EXPERT_PATTERN if spec.sublayers_of_kind(MoELayerSpec) else LAYER_PATTERN
