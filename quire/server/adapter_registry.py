@@ -184,7 +184,9 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds. Raises ConfigError if --lora-modules are missing or do not fit."""
+    """Takes milliseconds, during the model's load. Raises ConfigError if --lora-modules are missing here or do not fit.
+    `modules` None or empty: unknown.
+    """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
         try:

@@ -70,7 +70,9 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Context length that RoPE is computed for, if it matters. Raises ConfigError if rope_context has no effect."""
+    """Context length that RoPE is computed for; None if RoPE does not depend on it. `by_transformers`: transformers'
+    class computes the model. Raises ConfigError if rope_context has no effect.
+    """
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
     if not rope_depends_on_context(text_fields, by_transformers=by_transformers, has_longrope=has_longrope):
@@ -149,7 +151,7 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups` cover layers with their own KV blocks."""
+    """`groups`: only layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0

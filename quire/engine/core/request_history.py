@@ -32,7 +32,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """`times`: when it began, was scheduled, computed and applied."""
+    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)

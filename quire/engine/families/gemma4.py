@@ -152,7 +152,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """per_layer_config by layer. Keys may have leading zeros. Raises ModelError."""
+    """Return per_layer_config's overrides by layer; None without it. Keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -48,7 +48,7 @@ class SublayerShapes:
         takes_bias: bool = True,
         wide: bool = False,
     ) -> FusedLinear:
-        """`takes_bias`: False if make_parameters loads it."""
+        """`takes_bias`: False if make_parameters loads it. `wide`: float32 results."""
         build_context, first = self._build_context, linears[0]
         return FusedLinear(
             build_context.scheme,

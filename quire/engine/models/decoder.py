@@ -96,8 +96,8 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: those of this pipeline stage. The
-        first stage has the embedding, the last one the final norm and the head.
+        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's; the first
+        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
         """
         backend = build_context.backend
         scheme = build_context.scheme

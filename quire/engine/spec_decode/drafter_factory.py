@@ -25,7 +25,9 @@ def choose_drafter(
     model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
-    """By default only forced tokens are drafted, which is free without a grammar."""
+    """`config` None: draft only forced tokens, which is free without a grammar. `model`: a drafter with a draft model
+    or heads, and its step costs.
+    """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS
     if config.method == "none":

@@ -181,7 +181,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """(method, bits per weight with scales)."""
+    """Return method and bits per weight, scales included; (None, 0) if unquantized."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0

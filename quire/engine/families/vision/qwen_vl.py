@@ -99,7 +99,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """embed_dim is the tower's width, hidden_size the text model's."""
+    """embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
@@ -129,7 +129,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Also serves Qwen3.5's tower, by default without deepstack."""
+    """Also Qwen3.5's tower, by default without deepstack. Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )

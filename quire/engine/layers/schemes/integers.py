@@ -139,8 +139,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. Groups that
-    do not divide the inputs shrink.
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
+    2 ** (bits - 1). Groups shrink if they do not divide the inputs.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()

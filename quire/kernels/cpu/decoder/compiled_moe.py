@@ -73,7 +73,7 @@ class CompiledMoE:
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """Raises TypeError for a wrong shape or dtype."""
+        """router_input None: x. Raises TypeError for a wrong shape or dtype."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):
