@@ -121,9 +121,8 @@ async function websocket() {
   const input = [{ role: 'user', content: 'Tell me of a fox and a crow who share one tall tree.' }]
   const first = await answer({ input })
   const second = await answer({ input: 'Tell me more.', previous_response_id: first.id })
-  const whole = await client.responses.create({
-    model, max_output_tokens: 12, temperature: 0, input: [...input, ...first.output, { role: 'user', content: 'Tell me more.' }],
-  })
+  const talk = [...input, ...first.output, { role: 'user', content: 'Tell me more.' }]
+  const whole = await client.responses.create({ model, max_output_tokens: 12, temperature: 0, input: talk })
   assert.deepEqual(second.output[0].content, whole.output[0].content)
   assert.equal(second.usage.input_tokens, whole.usage.input_tokens)
   assert.ok(second.usage.input_tokens_details.cached_tokens > 0, 'the first turn is cached')
