@@ -20,8 +20,9 @@ import httpx
 from benchmarks.agent_loop.killed_server import KilledServer
 from tests.clients.agents.recording import NOT_PASSED_ON
 from tests.clients.agents.tunnel import pass_websocket
-from tests.clients.scripted import MODEL
 
+SUMMARY = b"summarize this partial conversation"
+"""In aider's requests that shorten its history. It sends some to the weak model and then to the main one."""
 PATIENCE = 60.0
 """Seconds."""
 MIDDLE = 8
@@ -41,7 +42,7 @@ class Exchange:
     path: str
     turn: int
     is_side_request: bool
-    """Asks for a title or a summary and is no turn."""
+    """Asks for a title, a summary or a warm cache, and is no turn."""
     epoch: int
     """Number of kills before it."""
     kill: Kill | None = None
@@ -73,7 +74,7 @@ class AgentProxy:
         """Return it with the body to send."""
         body = json.loads(content)
         turn = next_turn(content.decode())
-        side = body["model"] != MODEL or (self.uses_tools and not body.get("tools"))
+        side = SUMMARY in content or (self.uses_tools and not body.get("tools"))
         with self.lock:
             exchange = Exchange(path, turn, side, self.epoch)
             self.exchanges.append(exchange)
@@ -149,6 +150,7 @@ class SocketWatcher:
             self.proxy.take_kill(self.exchange, in_stream=True)
         if b'"type":"response.completed"' in self.seen:
             self.proxy.explain(self.exchange)
+            self.exchange.is_side_request = b'"type":"response.output_item' not in self.seen  # "generate": false
             self.exchange.is_open = False
             self.seen, self.exchange = b"", None
 
