@@ -14,6 +14,7 @@ READY  := $(VENV)/.ready
 COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib quire || true
 CLIENTS := $(VENV)/clients
 AGENTS  := $(VENV)/agents
+AIDER   := $(VENV)/aider
 ESLINT  := $(VENV)/eslint
 CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernels/cpu/*/*.h quire/kernels/cpu/*/*.cpp tests/kernels/*.cpp)
 
@@ -21,13 +22,14 @@ CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house mutants clients agents image-check all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house mutants clients agents agent-loop image-check all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
 	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes: what every change must pass'
 	@echo 'make test-all [SHARD=3/$(SHARDS)] [ARGS=...]    all other tests, or one part of them'
 	@echo 'make clients    make agents    make lint    make format'
+	@echo 'make agent-loop [ARGS="codex aider"]    prefix cache of coding agents, with kills'
 	@echo 'make install    make wheel (and sdist)    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
 	@echo 'make golden BASE=commit [ARGS="--only http"]    what users and files see, of that commit and this checkout'
@@ -147,10 +149,20 @@ agents: $(READY) $(CLIENTS)/.ready $(AGENTS)/.ready
 	@QUIRE=$(abspath $(BIN))/quire AGENTS=$(abspath $(AGENTS)) $(CLIENTS)/bin/python -m pytest \
 		tests/clients/test_agents.py $(ARGS)
 
+# `npm ci` refuses this lock file, which has the packages of Linux alone.
 $(AGENTS)/.ready: tests/clients/agents/package-lock.json
 	@mkdir -p $(AGENTS)
 	@cp tests/clients/agents/package.json $< $(AGENTS)
-	@npm ci --prefix $(AGENTS) --no-audit --no-fund --loglevel=error
+	@npm install --prefix $(AGENTS) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+# Coding agents over 40 turns while the server's processes are killed: what each prompt found in the prefix cache.
+agent-loop: $(READY) $(AGENTS)/.ready $(AIDER)/.ready
+	@$(BIN)/python -m benchmarks.agent_loop $(ARGS)
+
+$(AIDER)/.ready:
+	@$(BIN)/python -m venv --clear $(AIDER)
+	@$(AIDER)/bin/python -m pip install --quiet --no-compile aider-chat==0.86.2
 	@touch $@
 
 # What users and files see of two versions of Quire, captured side by side; prints what differs.

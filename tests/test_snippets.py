@@ -66,7 +66,7 @@ NOT_RUN = {
     "claude": "as above",
     "export OPENAI": "as above",
     "qwen ": "as above",
-    "aider ": "a program of others",
+    "aider ": "a program of others; make agent-loop runs it",
     "quire serve MODEL --max-model-len 65536": "the embedded model's context is 2,048",
     "quire serve smollm2": "its package is not everywhere; tests/engine/gguf has what it serves",
     "quire serve model.gguf": "as above",

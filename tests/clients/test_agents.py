@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.clients.agents.recording import Exchange, anonymous, recording, shape
+from tests.clients.agents.settings import claude_code_environment, codex_settings, opencode_settings
 from tests.clients.scripted import MODEL, ROOT, call, scripted
 
 INSTALLED = os.environ.get("AGENTS")
@@ -78,27 +79,16 @@ def shell_script(folder: str) -> Sequence[str]:
     )
 
 
-def codex(script: Callable[[str], Sequence[str]], model: str) -> Agent:
-    def settings(port: int) -> dict[str, str]:
-        provider = f'name = "Quire"\nbase_url = "http://127.0.0.1:{port}/v1"\nwire_api = "responses"\n'
-        return {
-            ".codex/config.toml": f'model = "{model}"\nmodel_provider = "quire"\n[model_providers.quire]\n{provider}'
-        }
-
+def codex(script: Callable[[str], Sequence[str]], model: str, *, websocket: bool = False) -> Agent:
     command = ("codex", "exec", "--sandbox", "danger-full-access", "--skip-git-repo-check", PROMPT)
-    return Agent("@openai/codex", command, script, lambda port: {}, settings, model)
-
-
-def opencode(port: int) -> dict[str, str]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "Quire",
-        "options": {"baseURL": f"http://127.0.0.1:{port}/v1"},
-        "models": {MODEL: {"name": "m"}},
-    }
-    name = f"quire/{MODEL}"
-    settings = {"provider": {"quire": provider}, "model": name, "small_model": name, "autoupdate": False}
-    return {".config/opencode/opencode.json": json.dumps({**settings, "share": "disabled"})}
+    return Agent(
+        "@openai/codex",
+        command,
+        script,
+        lambda port: {},
+        lambda port: codex_settings(port, model, websocket=websocket),
+        model,
+    )
 
 
 AGENTS = {
@@ -106,22 +96,17 @@ AGENTS = {
         "@anthropic-ai/claude-code",
         ("claude", "-p", PROMPT, "--permission-mode", "acceptEdits"),
         edit_script("Read", "Edit", ("file_path", "old_string", "new_string")),
-        lambda port: {
-            "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{port}",
-            "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-            "DISABLE_TELEMETRY": "1",
-        },
+        claude_code_environment,
     ),
     "codex": codex(shell_script, MODEL),
     "codex_patches": codex(patch_script, "gpt-5.5"),
+    "codex_websocket": codex(shell_script, MODEL, websocket=True),
     "opencode": Agent(
         "opencode-ai",
         ("opencode", "run", PROMPT),
         edit_script("read", "edit", ("filePath", "oldString", "newString")),
         lambda port: {},
-        opencode,
+        opencode_settings,
     ),
     "qwen_code": Agent(
         "@qwen-code/qwen-code",
@@ -134,8 +119,8 @@ AGENTS = {
         },
     ),
 }
-"""codex_patches serves the model under a name that Codex knows. qwen-code sends a request of its own before the model's
-first answer.
+"""codex_patches serves the model under a name that Codex knows. codex_websocket is not recorded. qwen-code sends a
+request of its own before the model's first answer.
 """
 
 
@@ -169,7 +154,8 @@ def test_coding_agent_edits_two_files(name: str, tmp_path: Path) -> None:
     }, output
     assert DONE in completed.stdout, output
     assert [each.status for each in recorder.seen] == [200] * len(recorder.seen), output
-    if "RECORD" in os.environ:
+    assert (recorder.websockets > 0) == (recorder.seen == []) == (name == "codex_websocket")
+    if "RECORD" in os.environ and recorder.seen:
         write_record(name, agent, script, recorder.seen, str(work))
 
 

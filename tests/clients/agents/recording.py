@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tests.clients.agents.tunnel import pass_websocket
+
 LONG = 40
 """Characters; a text with more, and with spaces, is prose."""
 KEPT = 160
@@ -49,6 +51,7 @@ class Recorder:
     port: int = 0
     seen: list[Exchange] = field(default_factory=list)
     """POST requests, in the order of their answers' ends."""
+    websockets: int = 0
 
 
 @contextmanager
@@ -62,6 +65,9 @@ def recording(target: str) -> Iterator[Recorder]:
         def pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
+            if headers.get("upgrade", "").lower() == "websocket":
+                recorder.websockets += 1
+                return pass_websocket(self, target, lambda _: None)
             kept = {name: value for name, value in headers.items() if name not in NOT_PASSED_ON}
             answer = httpx.request(self.command, target + self.path, content=body, headers=kept, timeout=120)
             if self.command == "POST":

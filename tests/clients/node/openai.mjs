@@ -2,6 +2,7 @@
 import assert from 'node:assert/strict'
 import OpenAI from 'openai'
 import { zodFunction, zodResponseFormat, zodResponsesFunction, zodTextFormat } from 'openai/helpers/zod'
+import { ResponsesWS } from 'openai/resources/responses/ws'
 import { z } from 'zod'
 
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: 'none', maxRetries: 0 })
@@ -99,6 +100,37 @@ async function loop() {
   assert.ok(last.usage.input_tokens > plain.usage.input_tokens, 'the call and its result are shown')
 }
 
+async function websocket() {
+  const socket = new ResponsesWS(client)
+  const events = socket.stream()
+  const answer = async (fields) => {
+    socket.send({ type: 'response.create', model, max_output_tokens: 12, temperature: 0, store: false, ...fields })
+    let text = ''
+    for (;;) {
+      const { value, done } = await events.next()
+      assert.ok(!done && value.type !== 'close', 'the connection stays open')
+      if (value.type === 'error') return value.error.error.error
+      if (value.type !== 'message') continue
+      if (value.message.type === 'response.output_text.delta') text += value.message.delta
+      if (!['response.completed', 'response.incomplete'].includes(value.message.type)) continue
+      const { response } = value.message
+      assert.equal(response.output.flatMap((item) => item.content).map((part) => part.text).join(''), text)
+      return response
+    }
+  }
+  const input = [{ role: 'user', content: 'Tell me of a fox and a crow who share one tall tree.' }]
+  const first = await answer({ input })
+  const second = await answer({ input: 'Tell me more.', previous_response_id: first.id })
+  const talk = [...input, ...first.output, { role: 'user', content: 'Tell me more.' }]
+  const whole = await client.responses.create({ model, max_output_tokens: 12, temperature: 0, input: talk })
+  assert.deepEqual(second.output[0].content, whole.output[0].content)
+  assert.equal(second.usage.input_tokens, whole.usage.input_tokens)
+  assert.ok(second.usage.input_tokens_details.cached_tokens > 0, 'the first turn is cached')
+  const error = await answer({ input: 'Hi', previous_response_id: 'resp_0' })
+  assert.equal(error.code, 'previous_response_not_found')
+  socket.close()
+}
+
 async function embeddings() {
   const input = ['The fox sleeps.', 'A crow sings in the rain.']
   const vectors = async (fields) => {
@@ -123,6 +155,7 @@ await streams()
 await parse()
 await responses()
 await loop()
+await websocket()
 await embeddings()
 for (const stream of [false, true]) {
   await tools(stream, 'required', 2)
