@@ -48,9 +48,12 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Returns half layout, even for interleaved pairs; without RoPE, x."""
-    if latent.cos_sin is None:
-        return x
-    cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
-    first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
+    """Without RoPE, x."""
+    return x if latent.cos_sin is None else rotate_pairs(x, latent.cos_sin[positions], latent.is_interleaved)
+
+
+def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
+    """x [T, heads, R] by cos_sin [T, R]. Returns half layout, even for interleaved pairs."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,76 @@
+"""The indexer of DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, 2025). A token has one index key and some index queries
+with a weight each. A key's score is the weighted sum of its products with the queries, without negative products.
+Attention then sees the keys with the highest scores. Constant factors of scores change no order, so there are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.latent_params import rotate_pairs
+
+_KEY_TILE = 128
+_QUERY_TILE = 16
+"""Sizes of the products: a row's sums do not depend on the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySelectionParams:
+    norm_weight: Tensor
+    """[D] float32 weights of the keys' LayerNorm."""
+    norm_bias: Tensor
+    """[D] float32."""
+    eps: float
+    cos_sin: Tensor
+    """[max positions, R] float32: cosines, then sines, for the first R numbers of queries and keys."""
+    is_interleaved: bool
+    """Rotated pairs are neighbors, not (i, i + R/2)."""
+    top_k: int
+
+
+def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """[T, D] to [T, 1, D]."""
+    wide = k.float() if k.dtype != torch.float64 else k
+    weight, bias = params.norm_weight.to(wide.dtype), params.norm_bias.to(wide.dtype)
+    normed = F.layer_norm(wide, wide.shape[-1:], weight, bias, params.eps).to(k.dtype)
+    return rotate_index_heads(normed.unsqueeze(1), params, positions)
+
+
+def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """[T, heads, D]."""
+    size = params.cos_sin.shape[1]
+    turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
+    return torch.cat((turned, x[..., size:]), dim=-1)
+
+
+def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:
+    """[T, top_k] int32 as in `Operations.select_keys`, for q [T, H, D] and weights [T, H] of one sequence's tokens, and
+    its keys [N, D].
+    """
+    selected = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    for begin in range(0, len(q), _QUERY_TILE):
+        rows = slice(begin, begin + _QUERY_TILE)
+        scores = _score_keys(q[rows], keys, weights[rows])
+        for row, position in enumerate(positions[rows].tolist()):
+            seen = scores[row, : position + 1].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+            best = seen.sort(descending=True, stable=True).indices[:top_k].sort().values
+            selected[begin + row, : len(best)] = best.to(torch.int32)
+    return selected
+
+
+def _score_keys(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """[rows, N] for up to _QUERY_TILE rows. float32, or float64 if q is."""
+    rows, heads, dim = q.shape
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries = F.pad(q.to(compute), (0, 0, 0, 0, 0, _QUERY_TILE - rows)).view(-1, dim)
+    factors = F.pad(weights.to(compute), (0, 0, 0, _QUERY_TILE - rows))[:, :, None]
+    padded = F.pad(keys.to(compute), (0, 0, 0, -len(keys) % _KEY_TILE))
+    tiles = [
+        (torch.mm(queries, tile.t()).relu().view(_QUERY_TILE, heads, -1) * factors).sum(1)
+        for tile in padded.split(_KEY_TILE)
+    ]
+    return torch.cat(tiles, dim=1)[:rows, : len(keys)]
