@@ -83,6 +83,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {"index_n_heads": 18}),  # see INDEXER of tiny_models.py
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 5,

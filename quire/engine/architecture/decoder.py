@@ -142,9 +142,7 @@ class DecoderSpec:
     def context_parallel_error(self) -> str | None:
         """None if ranks can divide a sequence's tokens."""
         if any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec)):
-            return (
-                "sparse attention's indexer ranks all tokens of a sequence, which each rank would have only a part of"
-            )
+            return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"

@@ -35,7 +35,9 @@ def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
 
     def read_indexer(config: ModelConfig) -> IndexerSpec:
         raw = config.raw
-        head_dim, rotated = raw.get("index_head_dim") or 0, raw.get("qk_rope_head_dim") or 0
+        names = ("index_n_heads", "index_head_dim", "index_topk", "qk_rope_head_dim")
+        sizes: list[Any] = [raw.get(name) or 0 for name in names]
+        num_heads, head_dim, top_k, rotated = sizes
         if head_dim % 2 or head_dim < rotated:
             raise ModelError(
                 "model: config.json: index_head_dim: expected an even number from qk_rope_head_dim "
@@ -44,7 +46,7 @@ def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
         if raw.get("q_lora_rank") is None:
             raise ModelError("model: config.json: q_lora_rank: the indexer of sparse attention needs query latents")
         key_norm = NormSpec(MLA_NORM_EPS, is_layer_norm=True, bias=True)
-        return IndexerSpec(raw["index_n_heads"], head_dim, raw["index_topk"], is_interleaved, key_norm)
+        return IndexerSpec(num_heads, head_dim, top_k, is_interleaved, key_norm)
 
     return read_indexer
 
