@@ -13,8 +13,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight

@@ -36,14 +36,16 @@ from quire.kernels.kv_quantization import (
     num_scale_elements,
     store_quantized_kv,
 )
-from quire.kernels.latent_params import LatentNormRopeParams, compute_latent_key, rotate_queries
-from quire.kernels.lora import ReferenceLinearWithLora
-from quire.kernels.mla.key_selection import (
+from quire.kernels.latent_params import (
     KeySelectionParams,
+    LatentNormRopeParams,
     compute_index_key,
+    compute_latent_key,
     rotate_index_heads,
-    select_top_keys,
+    rotate_queries,
 )
+from quire.kernels.lora import ReferenceLinearWithLora
+from quire.kernels.mla.key_selection import select_top_keys
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams, norm_and_rotate, rms_norm

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
 

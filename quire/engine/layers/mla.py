@@ -30,14 +30,13 @@ from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, LinearContext, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthwhile_expandable_or_none
 from quire.kernels.quantized_tensors import Activations
 
 
 class Indexer:
-    """The indexer of DeepSeek Sparse Attention (kernels/mla/key_selection.py). Each rank has all of it."""
+    """The indexer of DeepSeek Sparse Attention (kernels/latent_params.py). Each rank has all of it."""
 
     def __init__(
         self,

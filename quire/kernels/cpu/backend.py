@@ -30,8 +30,7 @@ from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates

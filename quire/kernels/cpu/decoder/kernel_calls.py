@@ -15,8 +15,7 @@ from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.short_conv import check_short_conv
 from quire.kernels.cpu.mla.checks import check_key_selection_params, check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.qk_norm_rope import NORM_KINDS, QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates

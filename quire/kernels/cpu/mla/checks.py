@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.mla.key_selection import KeySelectionParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 

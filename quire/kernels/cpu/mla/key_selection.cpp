@@ -1,4 +1,4 @@
-// The indexer of DeepSeek Sparse Attention (kernels/index_params.py): stores an index key for each token, scores all
+// The indexer of DeepSeek Sparse Attention (kernels/latent_params.py): stores an index key for each token, scores all
 // keys up to each token with its index queries, and lists the positions of the best ones.
 //
 // A token's list must be the same whatever else is in the batch. A score depends on its query and key alone: heads are
