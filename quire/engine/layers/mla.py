@@ -236,8 +236,8 @@ class MLAttention(Sublayer):
         self, cache: Tensor, part: AttentionMetadata
     ) -> ExpandablePerHeadLinear | None:
         assert self._absorb_queries is not None
-        if self._build_context.shard.is_context_parallel:  # latents are spread over ranks
-            return None
+        if self._build_context.shard.is_context_parallel or self._indexer is not None:
+            return None  # latents are spread over ranks, or a query does not see all of them
         return as_worthwhile_expandable_or_none(self._absorb_queries, cache, part)
 
     def _attend_decode_and_prefill(
