@@ -64,8 +64,8 @@ def _metadata_of_earlier_tokens(metadata: AttentionMetadata, s: int, tokens: int
     return AttentionMetadata(key_start, whole, key_start, table, at, slots, tokens, tokens)
 
 
-def exact_scores(index: Index, rule: KeySelectionParams) -> Tensor:
-    """[N, N] in float64."""
+def exact_scores(index: Index, rule: KeySelectionParams, count: int) -> Tensor:
+    """[count, N] of the last tokens, in float64."""
 
     def rotate(x: Tensor) -> Tensor:
         turned, rest = x.split((rule.cos_sin.shape[1], x.shape[-1] - rule.cos_sin.shape[1]), -1)
@@ -75,8 +75,8 @@ def exact_scores(index: Index, rule: KeySelectionParams) -> Tensor:
         return torch.cat((pairs.real, pairs.imag, rest), -1)
 
     k = F.layer_norm(index.k.double(), index.k.shape[1:], rule.norm_weight.double(), rule.norm_bias.double(), rule.eps)
-    products = torch.einsum("qhd,kd->qhk", rotate(index.q.double()), rotate(k)).relu()
-    return torch.einsum("qhk,qh->qk", products, index.weights.double())
+    products = torch.einsum("qhd,kd->qhk", rotate(index.q.double())[-count:], rotate(k)).relu()
+    return torch.einsum("qhk,qh->qk", products, index.weights[-count:].double())
 
 
 @pytest.mark.parametrize("neighbours", [False, True])
@@ -87,17 +87,17 @@ def test_selected_keys_have_highest_scores(
     rule = params(dim, rotated, top_k, generator, neighbours=neighbours)
     all_parts = [(Index(context, heads, dim, torch.float32, generator), count) for context, count in MIX]
     for backend, parts in ((cpu, all_parts), (ReferenceBackend(), all_parts[1:3])):
-        scores = [exact_scores(index, rule) for index, _ in parts]
+        scores = [exact_scores(index, rule, count) for index, count in parts]
         outputs, _, _ = select(backend, parts, rule)
         for (index, count), rows, exact in zip(parts, outputs, scores, strict=True):
-            for row, position in zip(rows, range(len(index.k) - count, len(index.k)), strict=True):
+            for row, numbers, position in zip(rows, exact, range(len(index.k) - count, len(index.k)), strict=True):
                 seen = min(position + 1, top_k)
                 chosen = row[:seen].long()
                 assert (row[seen:] == -1).all()
                 assert (chosen.diff() > 0).all()
                 assert 0 <= chosen[0] <= chosen[-1] <= position
-                best = exact[position, : position + 1].sort(descending=True).values[:seen]
-                found = exact[position, chosen].sort(descending=True).values
+                best = numbers[: position + 1].sort(descending=True).values[:seen]
+                found = numbers[chosen].sort(descending=True).values
                 assert error(found, best) < 1e-5, backend.name
 
 
