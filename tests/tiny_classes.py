@@ -77,12 +77,17 @@ _GEMMA4 = {
 }
 """Heads of two sizes, values that equal keys, and layers that reuse the keys and values of others."""
 
+_INDEX_HEADS = {"index_n_heads": 18}
+"""See INDEXER of tiny_models.py."""
+
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": _SLIDES, "sliding_window": 24, "rope_parameters": _ROPES},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v32": _INDEX_HEADS,
+    "glm_moe_dsa": _INDEX_HEADS,
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 5,

@@ -199,6 +199,8 @@ LATENTS = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+INDEXER = {"index_n_heads": 18, "index_head_dim": 24, "index_topk": 20}
+"""With fewer heads, keys have equal scores: 0, if no product is positive."""
 KIMI_LINEAR = {
     **LATENTS,
     "num_hidden_layers": 4,
@@ -522,6 +524,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "q_lora_rank": None, "first_k_dense_replace": 3},
     "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
+    "deepseek_v32": {**LATENTS, **GROUPED, **INDEXER, "model_type": "deepseek_v32", "rope_parameters": MSCALE},
+    "glm_moe_dsa": {**LATENTS, **GROUPED, **INDEXER, "model_type": "glm_moe_dsa", "attention_bias": True},
     "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
     "kimi_linear": {**KIMI_LINEAR, "model_type": "kimi_linear"},
     "youtu": {

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight
@@ -254,6 +254,29 @@ class Operations(ABC):
         """
 
     @abstractmethod
+    def select_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        params: KeySelectionParams,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Norm, rotate and store index keys k [T, D]; return the positions of the top_k keys with the highest scores
+        among those up to each token: [T, top_k] int32, ascending, then -1.
+
+        q [T, heads * D] is not yet rotated, and may be overwritten; weights [T, heads]. Of equal scores the earliest
+        keys are taken. A row does not depend on the batch, chunks or block ids.
+        """
+
+    @abstractmethod
+    def sparse_attention(
+        self, q: Tensor, cache: Tensor, selected: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        """paged_attention of latents (`AttentionParams.value_dim`) that sees only `selected` (see select_keys)."""
+
+    @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         """bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels]. Stores all columns. A sequence may
         start from columns that an earlier sequence of the step stores.
@@ -322,7 +345,7 @@ class Backend(Operations):
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """For AttentionParams' sinks, value_dim and has_chunked_window."""
+        """For AttentionParams' sinks, value_dim and has_chunked_window. Sparse attention is computed only on CPUs."""
         return None
 
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
@@ -47,9 +48,47 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Returns the half layout, even for interleaved pairs; x itself without RoPE."""
-    if latent.cos_sin is None:
-        return x
-    cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
-    first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
+    """Without RoPE, x."""
+    return x if latent.cos_sin is None else rotate_pairs(x, latent.cos_sin[positions], latent.is_interleaved)
+
+
+def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
+    """x [T, heads, R] by cos_sin [T, R]. Returns half layout, even for interleaved pairs."""
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySelectionParams:
+    """The indexer of DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, 2025). A token has one index key and some index
+    queries with a weight each. A key's score is the weighted sum of its products with the queries, without negative
+    products. Attention then sees the keys with the highest scores. Constant factors of scores change no order, so there
+    are none.
+    """
+
+    norm_weight: Tensor
+    """[D] float32 weights of the keys' LayerNorm."""
+    norm_bias: Tensor
+    """[D] float32."""
+    eps: float
+    cos_sin: Tensor
+    """[max positions, R] float32: cosines, then sines, for the first R numbers of queries and keys."""
+    is_interleaved: bool
+    """Rotated pairs are neighbors, not (i, i + R/2)."""
+    top_k: int
+
+
+def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """[T, D] to [T, 1, D]."""
+    wide = k.float() if k.dtype != torch.float64 else k
+    weight, bias = params.norm_weight.to(wide.dtype), params.norm_bias.to(wide.dtype)
+    normed = F.layer_norm(wide, wide.shape[-1:], weight, bias, params.eps).to(k.dtype)
+    return rotate_index_heads(normed.unsqueeze(1), params, positions)
+
+
+def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """[T, heads, D]."""
+    size = params.cos_sin.shape[1]
+    turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
+    return torch.cat((turned, x[..., size:]), dim=-1)

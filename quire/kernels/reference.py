@@ -36,8 +36,16 @@ from quire.kernels.kv_quantization import (
     num_scale_elements,
     store_quantized_kv,
 )
-from quire.kernels.latent_params import LatentNormRopeParams, compute_latent_key, rotate_queries
+from quire.kernels.latent_params import (
+    KeySelectionParams,
+    LatentNormRopeParams,
+    compute_index_key,
+    compute_latent_key,
+    rotate_index_heads,
+    rotate_queries,
+)
 from quire.kernels.lora import ReferenceLinearWithLora
+from quire.kernels.mla.key_selection import select_top_keys
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams, norm_and_rotate, rms_norm
@@ -191,6 +199,33 @@ class ReferenceBackend(Backend):
         _store_cache(key, cache, metadata.slot_mapping, latent.kv_scales.key)
         heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
         return rotate_queries(heads, latent, metadata.positions)
+
+    def select_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        params: KeySelectionParams,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        _store_cache(compute_index_key(k, params, metadata.positions), cache, metadata.slot_mapping, 1.0)
+        heads = rotate_index_heads(q.view(len(q), -1, k.shape[1]), params, metadata.positions)
+        starts, selected = metadata.query_start.tolist(), []
+        for s, context in enumerate(metadata.context_lens.tolist()):
+            rows = slice(starts[s], starts[s + 1])
+            keys = cache[metadata.block_table[s, : -(-context // cache.shape[1])].long()].view(-1, k.shape[1])
+            selected.append(
+                select_top_keys(heads[rows], keys[:context], weights[rows], metadata.positions[rows], params.top_k)
+            )
+        return torch.cat(selected)
+
+    def sparse_attention(
+        self, q: Tensor, cache: Tensor, selected: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        shard = single_shard(cache.shape[1])
+        partial_softmax = compute_partial_softmax(q, (cache, cache), metadata, softmax, shard, selected)
+        return partial_softmax.normalize(None).to(q.dtype)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None

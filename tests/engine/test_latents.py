@@ -38,7 +38,7 @@ from tests.tiers import examples
 from tests.tiny_models import save_tiny_model
 
 FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"]
-FAMILIES += ["kimi_linear"]
+FAMILIES += ["deepseek_v32", "glm_moe_dsa", "kimi_linear"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) ->
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["deepseek_v2-lite", "deepseek_v3", "youtu", "kimi_linear"]),
+    family=st.sampled_from(["deepseek_v2-lite", "deepseek_v3", "deepseek_v32", "youtu", "kimi_linear"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     kv=st.sampled_from(["auto", "auto", "int8", "fp8"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
@@ -72,6 +72,7 @@ def test_mla_logprobs_do_not_depend_on_batch_chunks_cache_or_drafts(
     kv: str,
     guesses: int | None,
 ) -> None:
+    kv = "auto" if family == "deepseek_v32" else kv
     requests, (alone, _) = asked(traffic), engine(folder, family, dtype, kv, None)
     expected: dict[str, object] = {}
     for each in requests:
@@ -144,9 +145,9 @@ def test_kv_block_holds_latent_and_rope_key_per_token(dtype: str, kv: str, besid
     assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_latent_kv_blocks_load_from_tiers(kv: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path / "model", "deepseek_v2")
+@pytest.mark.parametrize(("family", "kv"), [("deepseek_v2", "auto"), ("deepseek_v2", "int8"), ("deepseek_v32", "auto")])
+def test_latent_kv_blocks_load_from_tiers(family: str, kv: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     plain = EngineCore(EngineConfig(**options))
     expected = converse(plain)

@@ -40,7 +40,7 @@ from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
 
 FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3-next", "glm4_moe_lite", "qwen3_5-moe", "qwen3_5", "nemotron_h"]
-FAMILIES += ["nemotron_h-latent"]
+FAMILIES += ["nemotron_h-latent", "deepseek_v32"]
 
 
 @pytest.fixture(scope="module")

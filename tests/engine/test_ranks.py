@@ -66,7 +66,8 @@ SMALL |= {"snapshot_tokens": 16}
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
 SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer", "lfm2", "qwen3_5"]
 SHAPES += ["gpt_oss", "mixtral", "qwen2-moe", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoeshared", "hunyuan_v1_moe"]
-SHAPES += ["phimoe", "lfm2_moe", "llama4", "qwen3-next", "deepseek_v2-lite", "deepseek_v3", "kimi_linear"]
+SHAPES += ["phimoe", "lfm2_moe", "llama4", "qwen3-next", "deepseek_v2-lite", "deepseek_v3", "deepseek_v32"]
+SHAPES += ["kimi_linear"]
 SHAPES += [
     "mamba2",
     "falcon_h1",

@@ -162,6 +162,28 @@ void attends_latents() {
                                         0.2f, 0, 0.0f, 0, nullptr, 0, 0, nullptr, latent, threads);
   if (failed) std::exit(1);
   expect_finite(out, tokens * heads * latent, "attention over latents");
+  if (format.held != kPlain) return;
+  const int index_heads = draw(1, 20), turned = 2 * draw(1, 10), index_dim = turned + 2 * draw(0, 10),
+            top = draw(1, 90);
+  auto index_q = numbers<T>(tokens * index_heads * index_dim), index_k = numbers<T>(tokens * index_dim);
+  auto index_weights = numbers<T>(tokens * index_heads);
+  auto index_norm = numbers<float>(index_dim), index_bias = numbers<float>(index_dim);
+  auto index_cos_sin = numbers<float>(tokens * turned);
+  auto index_cache = numbers<T>(pages * 16 * index_dim, true);
+  Array<int32_t> selected(new int32_t[tokens * top]);
+  failed = Kernels<T>::select_keys(
+      index_q.get(), index_k.get(), index_weights.get(), index_norm.get(), index_bias.get(), index_cos_sin.get(),
+      draw(0, 1), positions.get(), slots.get(), index_cache.get(), 16L * index_dim, starts.get(), contexts.get(),
+      table.get(), pages, selected.get(), tokens, pages, 1, index_heads, index_dim, turned, top, 1e-5f, threads);
+  // Scores that differ by a rounding may change the list, so that attention gets another one: results are compared.
+  for (long t = 0; t < tokens; ++t) {
+    const long seen = t < top ? t + 1 : top;
+    for (long i = 0; i < seen; ++i) selected[t * top + i] = static_cast<int32_t>(i * (t + 1) / seen);
+  }
+  failed |= Kernels<T>::sparse_attention(out.get(), q.get(), cache.get(), selected.get(), starts.get(), contexts.get(),
+                                         table.get(), pages, stride, pages, 1, heads, dim, 0.2f, latent, top, threads);
+  if (failed) std::exit(1);
+  expect_finite(out, tokens * heads * latent, "attention over selected latents");
 }
 
 // Sequences of which some tokens were computed before, whose columns may be anything.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
 from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
-from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.mla import IndexerSpec, MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
@@ -29,6 +29,7 @@ __all__ = [
     "EncoderSpec",
     "EncoderWeightNames",
     "HeadLayerSpec",
+    "IndexerSpec",
     "KimiDeltaAttentionSpec",
     "LatentMoESpec",
     "LayerScalarSpec",

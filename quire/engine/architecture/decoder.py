@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
+from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import (
@@ -135,6 +136,8 @@ class DecoderSpec:
 
     def context_parallel_error(self) -> str | None:
         """None if ranks can divide a sequence's tokens."""
+        if any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec)):
+            return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
@@ -157,7 +160,7 @@ class DecoderSpec:
             layers=tuple(
                 layer
                 if mixer is None
-                else tuple(mixer if isinstance(each, AttentionLayerSpec) else each for each in layer)
+                else tuple(mixer if isinstance(each, AttentionLayerSpec | MLALayerSpec) else each for each in layer)
                 for layer, mixer in layers
             ),
         )

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA: DeepSeek-V2, 2024)."""
+"""Multi-head latent attention (MLA: DeepSeek-V2, 2024), and sparse attention's indexer (DSA: DeepSeek-V3.2, 2025)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,26 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Scores all earlier tokens; a query attends to the `top_k` best ones."""
+
+    num_heads: int
+    """Of index queries. Index keys have one head."""
+    head_dim: int
+    """The first `qk_rope_head_dim` elements are rotated, as `MLALayerSpec.rope` says."""
+    top_k: int
+    is_interleaved: bool
+    """RoPE pairs neighbors, not (i, i + R/2)."""
+    key_norm: NormSpec
+
+    def parameter_shapes(self, prefix: str, hidden_size: int, q_lora_rank: int) -> ParameterShapes:
+        shapes = linear_shapes([f"{prefix}.wq_b"], self.num_heads * self.head_dim, q_lora_rank)
+        shapes |= linear_shapes([f"{prefix}.wk"], self.head_dim, hidden_size)
+        shapes |= linear_shapes([f"{prefix}.weights_proj"], self.num_heads, hidden_size)
+        return shapes | norm_shapes({f"{prefix}.k_norm": self.head_dim}, self.key_norm)
+
+
+@dataclass(frozen=True, slots=True)
 class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
@@ -33,7 +53,9 @@ class MLALayerSpec(SublayerSpec):
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """o_proj and the linears that make latents have biases."""
+    """Applies to o_proj and the linears that make latents."""
+    indexer: IndexerSpec | None = None
+    """None: a query attends to all earlier tokens. Needs `q_lora_rank`."""
 
     @property
     def head_dim(self) -> int:
@@ -49,7 +71,9 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_cache_spec(self) -> PagedState:
-        return PagedState(self.head_dim, None, self.head_dim)
+        """Includes the index key."""
+        elements = self.head_dim + (0 if self.indexer is None else self.indexer.head_dim)
+        return PagedState(elements, None, elements)
 
     @property
     def attention_width(self) -> int:
@@ -57,7 +81,9 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
+        """As in AttentionLayerSpec."""
+        index = "" if self.indexer is None else f" + {self.indexer.head_dim} index"
+        return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope{index})"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix = f"{layer}.self_attn"
@@ -70,6 +96,8 @@ class MLALayerSpec(SublayerSpec):
             shapes = linear_shapes([f"{prefix}.q_a_proj"], self.q_lora_rank, hidden_size, bias=self.bias)
             shapes |= linear_shapes([f"{prefix}.q_b_proj"], query_size, self.q_lora_rank)
             norms[f"{prefix}.q_a_layernorm"] = self.q_lora_rank
+            if self.indexer is not None:
+                shapes |= self.indexer.parameter_shapes(f"{prefix}.indexer", hidden_size, self.q_lora_rank)
         shapes |= linear_shapes([f"{prefix}.kv_a_proj_with_mqa"], self.head_dim, hidden_size, bias=self.bias)
         kv_size = self.num_heads * self.qk_nope_head_dim + value_size
         shapes |= linear_shapes([f"{prefix}.kv_b_proj"], kv_size, self.kv_lora_rank)
@@ -78,10 +106,10 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Excludes kv_b_proj, whose weight the layer converts."""
+        """Without kv_b_proj, whose weight the layer converts, and without the weights of index queries."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
-        del linears[f"{layer}.self_attn.kv_b_proj"]
-        return linears
+        excluded = (f"{layer}.self_attn.kv_b_proj", f"{layer}.self_attn.indexer.weights_proj")
+        return {name: sizes for name, sizes in linears.items() if name not in excluded}
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)

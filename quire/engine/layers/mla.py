@@ -7,16 +7,17 @@ backends may expand latents (`ExpandablePerHeadLinear`), which rounds differentl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.mla import IndexerSpec, MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.layers.linear import DequantizedWeightLoader
+from quire.engine.layers.linear import DequantizedWeightLoader, FusedLinear
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
+from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
@@ -27,10 +28,84 @@ from quire.engine.layers.sublayer import (
 )
 from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, LinearContext, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
-from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthwhile_expandable_or_none
+from quire.kernels.quantized_tensors import Activations
+
+
+class Indexer:
+    """The indexer of DeepSeek Sparse Attention (kernels/latent_params.py). Each rank has all of it."""
+
+    def __init__(
+        self,
+        spec: IndexerSpec,
+        build_context: BuildContext,
+        shapes: SublayerShapes,
+        prefix: str,
+        make_rope_table: Callable[[], Tensor],
+    ) -> None:
+        """make_rope_table: for KeySelectionParams.cos_sin."""
+        self._spec = spec
+        self._build_context = build_context
+        self._make_rope_table = make_rope_table
+        self._queries, self._keys = (shapes.make_linear([f"{prefix}.{name}"]) for name in ("wq_b", "wk"))
+        # Never quantized, as in checkpoints with quantized weights.
+        dense = UnquantizedScheme(build_context.backend, build_context.dtype)
+        self._weights = shapes.with_context(scheme=dense, adapters=None).make_linear([f"{prefix}.weights_proj"])
+        self._key_norm = f"{prefix}.k_norm"
+        self._norms = shapes.make_norms([self._key_norm], spec.key_norm)
+
+    @property
+    def query_linears(self) -> tuple[FusedLinear, ...]:
+        """Linears of query latents."""
+        return (self._queries,)
+
+    @property
+    def hidden_linears(self) -> tuple[FusedLinear, ...]:
+        """Linears of normed hidden states."""
+        return self._keys, self._weights
+
+    def parameters(self) -> ParameterTable:
+        return merge_parameters(self._queries, self._keys, self._weights, self._norms)
+
+    def cache_tensor_spec(self, num_blocks: int) -> CacheTensorSpec:
+        """Index keys are never quantized."""
+        kind = self._build_context.attention_dtype
+        return CacheTensorSpec(
+            self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind), kind
+        )
+
+    def select_keys(
+        self,
+        ops: Operations,
+        inputs: tuple[Activations, Activations],
+        cache: Tensor,
+        metadata: AttentionMetadata,
+        context: LinearContext,
+    ) -> Tensor:
+        """`inputs`: normed hidden states, and query latents. See Operations.select_keys."""
+        hidden, q_latent = inputs
+        q, k, weights = (
+            ops.cast(ops.apply_linear(linear.packed_linear, x, context), self._build_context.attention_dtype)
+            for linear, x in ((self._queries, q_latent), (self._keys, hidden), (self._weights, hidden))
+        )
+        return ops.select_keys(q, k, weights, self._params, cache, metadata)
+
+    @cached_property
+    def _params(self) -> KeySelectionParams:
+        weight, bias = self._norms.get_weight(self._key_norm), self._norms.get_bias(self._key_norm)
+        assert weight is not None
+        assert bias is not None
+        return KeySelectionParams(
+            weight,
+            bias,
+            self._spec.key_norm.eps,
+            self._make_rope_table(),
+            self._spec.is_interleaved,
+            min(self._spec.top_k, self._build_context.max_model_len),
+        )
 
 
 class MLAttention(Sublayer):
@@ -62,32 +137,45 @@ class MLAttention(Sublayer):
         self._kv_a_norm = f"{prefix}.kv_a_layernorm"
         self._norms = shapes.make_norms([self._input_norm], spec.norm)
         self._latent_norms = shapes.make_norms((self._kv_a_norm, self._q_a_norm), NormSpec(spec.latent_eps))
+        self._indexer = None
+        if spec.indexer is not None:
+            assert spec.rope is not None
+            make_rope_table = partial(build_context.rope_table, spec.rope, spec.qk_rope_head_dim)
+            self._indexer = Indexer(spec.indexer, build_context, shapes, f"{prefix}.indexer", make_rope_table)
 
     def parameters(self) -> ParameterTable:
         linears = (self._q_a, self._q, self._kv_a, self._kv_b, self._out)
-        return merge_parameters(self._norms, self._latent_norms, *linears)
+        return merge_parameters(self._norms, self._latent_norms, *linears, self._indexer)
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         offset = self._spec.norm.weight_offset
         if self._q_a is None:
             return (SmoothableNorm(self._input_norm, offset, (self._q, self._kv_a)),)
-        low = SmoothableNorm(self._q_a_norm, 0.0, (self._q,))
-        return SmoothableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
+        index_query_linears, index_hidden_linears = self._indexer_linears
+        low = SmoothableNorm(self._q_a_norm, 0.0, (self._q, *index_query_linears))
+        return SmoothableNorm(self._input_norm, offset, (self._q_a, self._kv_a, *index_hidden_linears)), low
+
+    @property
+    def _indexer_linears(self) -> tuple[tuple[FusedLinear, ...], tuple[FusedLinear, ...]]:
+        """Of query latents, and of normed hidden states."""
+        indexer = self._indexer
+        return ((), ()) if indexer is None else (indexer.query_linears, indexer.hidden_linears)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Keys of one head: latent and rotated key. Values are their prefix."""
+        """Keys of one head: latent and rotated key. Values are their prefix. Then index keys."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
-        return (CacheTensorSpec(shape, kind),)
+        latents = CacheTensorSpec(shape, kind)
+        return (latents,) if self._indexer is None else (latents, self._indexer.cache_tensor_spec(num_blocks))
 
     @property
     def block_bytes_formula(self) -> str:
         spec = self._spec
         kind = self._build_context.kv_dtype
         scale_size = num_scale_elements(self._build_context.kv_dtype)
-        numbers = (
-            f"({spec.kv_lora_rank} latent + {spec.qk_rope_head_dim} rotated{f' + {scale_size}' if scale_size else ''})"
-        )
+        index = "" if spec.indexer is None else f" + {spec.indexer.head_dim} index"
+        scales = f" + {scale_size}" if scale_size else ""
+        numbers = f"({spec.kv_lora_rank} latent + {spec.qk_rope_head_dim} rotated{index}{scales})"
         tokens = self._build_context.shard.context_shard(self._build_context.backend.block_size).tokens_per_page
         return f"{tokens} tokens x {numbers} x {kind.itemsize} B"
 
@@ -97,14 +185,19 @@ class MLAttention(Sublayer):
         assert self._absorb_queries is not None, "weights are not loaded"
         assert self._expand_values is not None
         q_input = self._q if self._q_a is None else self._q_a
-        normed, residual = self._norms.norm_for_linears((q_input, self._kv_a), ops, self._input_norm, x, residual)
+        index_query_linears, index_hidden_linears = self._indexer_linears
+        normed, residual = self._norms.norm_for_linears(
+            (q_input, self._kv_a, *index_hidden_linears), ops, self._input_norm, x, residual
+        )
         metadata = step.metadata
         context = step.linear_context
-        (cache,) = step.cache
+        cache = step.cache[0]
         q_latent = normed
         if self._q_a is not None:
             q_latent = ops.apply_linear(self._q_a.packed_linear, normed, context)
-            q_latent, _ = self._latent_norms.norm_for_linears((self._q,), ops, self._q_a_norm, q_latent, None)
+            q_latent, _ = self._latent_norms.norm_for_linears(
+                (self._q, *index_query_linears), ops, self._q_a_norm, q_latent, None
+            )
         q, kv = (
             ops.apply_linear(self._q.packed_linear, q_latent, context),
             ops.apply_linear(self._kv_a.packed_linear, normed, context),
@@ -119,9 +212,14 @@ class MLAttention(Sublayer):
                 for each in (ops.apply_linear(self._absorb_queries, q, context), kv)
             )
             q = ops.rope_and_store_latent_kv(q, kv, self._latent_store_params, cache, metadata)
-            attended = compute_attention(
-                ops, self._build_context.shard, q, (cache, cache), metadata, self._attention_params
-            ).flatten(1)
+            if self._indexer is None:
+                attended = compute_attention(
+                    ops, self._build_context.shard, q, (cache, cache), metadata, self._attention_params
+                )
+            else:
+                selected = self._indexer.select_keys(ops, (normed, q_latent), step.cache[1], metadata, context)
+                attended = ops.sparse_attention(q, cache, selected, metadata, self._attention_params)
+            attended = attended.flatten(1)
             attended = ops.cast(attended, self._build_context.dtype)
         if step.selected_rows is not None:
             attended = attended[step.selected_rows]
@@ -136,8 +234,8 @@ class MLAttention(Sublayer):
         self, cache: Tensor, part: AttentionMetadata
     ) -> ExpandablePerHeadLinear | None:
         assert self._absorb_queries is not None
-        if self._build_context.shard.is_context_parallel:  # latents are spread over ranks
-            return None
+        if self._build_context.shard.is_context_parallel or self._indexer is not None:
+            return None  # latents are spread over ranks, or a query does not see all of them
         return as_worthwhile_expandable_or_none(self._absorb_queries, cache, part)
 
     def _attend_decode_and_prefill(

@@ -28,6 +28,10 @@ class NormWeights:
     def get_weight(self, name: str) -> Tensor | None:
         return self._weights[name] if name in self._sizes_by_name else None
 
+    def get_bias(self, name: str) -> Tensor | None:
+        """None for RMSNorm."""
+        return self._biases.get(name)
+
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without such a norm, the sum twice. May overwrite both."""
         if residual is None:

@@ -24,6 +24,7 @@ from quire.engine.models.requirements import (
     attention_head_dim,
     attention_requirements,
     has_mla,
+    has_sparse_attention,
 )
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
@@ -39,6 +40,7 @@ from quire.kernels.gpu.other_devices import (
     replacement_dtype_or_none,
     require_other_device,
 )
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 from quire.kernels.probes.backend_probe import GraphCapture
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,12 +63,23 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
-    refuse_setting_if("device", biased and device.type != "cpu" and on_cpus)
+    sparse = has_sparse_attention(spec) and f"sparse attention ({kind}) is served only on CPUs so far: --device cpu"
+    refuse_setting_if("device", device.type != "cpu" and sparse, biased and device.type != "cpu" and on_cpus)
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
     on_cuda = "only on CPUs and CUDA GPUs so far: --device cpu"
     refuse_setting_if(
         "device",
         *(f"{what} ({kind}): {on_cuda}" for what, is_used in states.items() if is_used and is_other_device(device)),
+    )
+
+
+def check_kv_dtype_supports_attention(kv_dtype: torch.dtype, spec: DecoderSpec) -> None:
+    """Raise ConfigError for a quantized KV cache that attention cannot read."""
+    refuse_setting_if(
+        "kv_cache_dtype",
+        kv_dtype in QUANTIZED_KV_DTYPES
+        and has_sparse_attention(spec)
+        and "sparse attention reads keys and values of 16 or 32 bits so far: --kv-cache-dtype auto",
     )
 
 
@@ -296,6 +309,7 @@ def choose_device_plan(
     dtype, kv_dtype = types.compute_dtype, types.kv_dtype
     spec = apply_expert_parallel(config, decoder_spec(replace(model_config, max_model_len=config.max_model_len)))
     check_device_supports_attention(device, model_config, spec)
+    check_kv_dtype_supports_attention(kv_dtype, spec)
     child_trials = None if backend_tried else make_child_trials(config, device, nvidia_driver_version, progress)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, child_trials, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend

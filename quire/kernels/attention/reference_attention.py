@@ -58,9 +58,14 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def compute_partial_softmax(
-    q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
+    q: Tensor,
+    caches: CachePair,
+    metadata: AttentionMetadata,
+    softmax: AttentionParams,
+    shard: ContextShard,
+    selected: Tensor | None = None,
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Ignores sinks."""
+    """q is [T, H, D]. Leaves out sinks. `selected`: see Operations.select_keys; None: all keys."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -81,7 +86,8 @@ def compute_partial_softmax(
             k[:unseen], v[:unseen] = 0, 0
         for i in range(starts[s], starts[s + 1], QUERY_TILE):
             rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
-            some = _attend_query_tile(q[rows], k, v, metadata.positions[rows], softmax, shard)
+            unselected = None if selected is None else _mask_unselected_keys(selected[rows], len(k))
+            some = _attend_query_tile(q[rows], k, v, metadata.positions[rows], softmax, shard, unselected)
             for whole, part in zip(softmax_sums, some, strict=True):
                 whole[rows] = part
     return softmax_sums
@@ -96,8 +102,15 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 
 
 def _attend_query_tile(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    softmax: AttentionParams,
+    shard: ContextShard,
+    unselected: Tensor | None,
 ) -> PartialSoftmax:
+    """Up to QUERY_TILE rows over tiles of `shard`'s keys. unselected [rows, keys]: hidden keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -126,6 +139,9 @@ def _attend_query_tile(
             hidden = hidden | (at > where + softmax.lookahead)
         if softmax.window is not None:
             hidden = hidden | (at < softmax.first_visible_key(where))
+        if unselected is not None:
+            some = F.pad(unselected[:, tile], (0, short, 0, QUERY_TILE - rows))
+            hidden = hidden | some.repeat(heads // kv_heads, 1)
         scores = scores.masked_fill(hidden, -torch.inf)
         above = torch.maximum(peak, scores.amax(-1, keepdim=True))
         anchor = above.masked_fill(above == -torch.inf, 0)
@@ -138,6 +154,12 @@ def _attend_query_tile(
         _unpack_head_groups(peak, rows)[:, :, 0],
         _unpack_head_groups(total, rows)[:, :, 0],
     )
+
+
+def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
+    """[rows, keys] of bool for `selected` [rows, top_k], which ends with -1 if there are fewer keys."""
+    mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
+    return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:

@@ -111,6 +111,19 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
   return 0;
 }
 
+// Whether each token selects keys up to its own position, in ascending order: as many as there are, or batch.most.
+bool selects_seen_keys(const Batch& batch, int sequences) {
+  for (int s = 0; s < sequences; ++s)
+    for (long t = batch.starts[s]; t < batch.starts[s + 1]; ++t) {
+      const long position = batch.contexts[s] - (batch.starts[s + 1] - t);
+      const int32_t* selected = batch.selected + t * batch.most;
+      long before = -1;
+      for (long i = 0; i < batch.most && i <= position; before = selected[i++])
+        if (selected[i] <= before || selected[i] > position) return false;
+    }
+  return true;
+}
+
 }  // namespace
 
 #define PAGED_ATTENTION(name, T)                                                                                       \
@@ -127,3 +140,16 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
   }
 PAGED_ATTENTION(paged_attention_f32, float)
 PAGED_ATTENTION(paged_attention_bf16, bf16)
+
+#define SPARSE_ATTENTION(name, T)                                                                                      \
+  EXPORTED int name(void* out, const void* query, const void* keys, const int32_t* selected, const int32_t* starts,    \
+                    const int32_t* contexts, const int32_t* table, long table_stride, long key_stride, long pages,     \
+                    int sequences, int heads, int dim, float scale, int values_dim, int most, int threads) {           \
+    const Softmax softmax = {scale, 0, 0.0f, 0, nullptr, 0, 0, nullptr};                                               \
+    const Batch batch = {out,          query,      keys,       keys,  starts, contexts, table,      held_as(nullptr),  \
+                         table_stride, key_stride, key_stride, heads, 1,      dim,      values_dim, softmax,           \
+                         selected,     most};                                                                          \
+    return selects_seen_keys(batch, sequences) ? attend<T>(batch, sequences, pages, threads) : 1;                      \
+  }
+SPARSE_ATTENTION(sparse_attention_f32, float)
+SPARSE_ATTENTION(sparse_attention_bf16, bf16)

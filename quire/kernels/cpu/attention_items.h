@@ -21,7 +21,11 @@ struct Batch {
   int heads, kv_heads, dim;
   int values_dim;  // 0: values have `dim` numbers; otherwise they are the first numbers of their keys
   Softmax softmax;
-  // If ranks divide the tokens, tile t belongs to rank t % ranks, and a page of the table has one tile of each rank.
+  // If not null, the positions of the keys that each token sees: at most `most`, in ascending order. Tiles, windows and
+  // the positions of work items then count only these keys.
+  const int32_t* selected = nullptr;
+  int most = 0;
+  // Where ranks divide the tokens, tile t is rank t % ranks's, and a page of the table has a tile of each of them.
   int rank = 0, ranks = 1;
 
   int group() const { return heads / kv_heads; }
@@ -50,8 +54,8 @@ struct Batch {
     return static_cast<const char*>(pages) +
            (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
   }
-  // Elements of a block's copies of keys (only of codes) and of values. A tile's values follow its keys.
-  long copied_keys() const { return format.held == kPlain ? 0 : static_cast<long>(kBlock) * padded(dim); }
+  // Elements of a block's copies: of keys, where these are codes, and of values. A tile's values follow its keys.
+  long copied_keys() const { return format.held == kPlain && !selected ? 0 : static_cast<long>(kBlock) * padded(dim); }
   long copied_values() const { return static_cast<long>(kBlock) * width(); }
   long copied() const { return copied_keys() + copied_values(); }
 };
@@ -99,7 +103,8 @@ void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkIt
   const long begin = (&owner == &item ? tile + batch.ranks : first_tile(batch, owner)) * kTileBlocks;
   const long last = (batch.contexts[owner.sequence] - 1) / kBlock;
   for (int b = 0; b < kTileBlocks; ++b) {
-    const long page = batch.page_of(owner.sequence, begin + b < last ? begin + b : last);
+    const long block = batch.selected ? 0 : begin + b < last ? begin + b : last;
+    const long page = batch.page_of(owner.sequence, block);
     blocks.next_keys[b] = reinterpret_cast<const uint32_t*>(batch.keys_of<T>(page, owner.kv_head));
     blocks.next_values[b] = reinterpret_cast<const uint32_t*>(batch.values_of<T>(page, owner.kv_head));
   }
@@ -123,6 +128,30 @@ void share_block(const Batch& batch, const char* keys, T* copy, T* values_copy, 
   }
   values_of_keys<T>(blocks.keys[b], values, batch.values_dim, blocks.width, valid);
   blocks.values[b] = values;
+}
+
+// Finds a block of the keys that the item's only query selects, and makes its values in `values_copy`. The keys are
+// copied, unless they are a page's.
+template <class T>
+void gather_block(const Batch& batch, const WorkItem& item, long first, int valid, T* copy, T* values_copy, int b,
+                  TileBlocks& blocks) {
+  const int32_t* selected = batch.selected + item.first * batch.most + first;
+  const auto words = [&](long position) {
+    const long page = batch.page_of(item.sequence, position / kBlock);
+    return reinterpret_cast<const uint32_t*>(batch.keys_of<T>(page, item.kv_head)) + position % kBlock;
+  };
+  if (selected[0] % kBlock == 0 && selected[valid - 1] - selected[0] == valid - 1) {
+    blocks.keys[b] = words(selected[0]);
+  } else {
+    auto* keys = reinterpret_cast<uint32_t*>(copy);
+    const uint32_t* from[kBlock];
+    for (int slot = 0; slot < kBlock; ++slot) from[slot] = words(selected[slot < valid ? slot : 0]);
+    for (int s = 0; s < batch.dim / kPack<T>; ++s)
+      for (int slot = 0; slot < kBlock; ++slot) keys[s * kBlock + slot] = from[slot][s * kBlock];
+    blocks.keys[b] = keys;
+  }
+  values_of_keys<T>(blocks.keys[b], reinterpret_cast<uint32_t*>(values_copy), batch.values_dim, blocks.width, valid);
+  blocks.values[b] = reinterpret_cast<const uint32_t*>(values_copy);
 }
 
 // Expands a block of codes to `copy` and `values_copy`.
@@ -160,6 +189,11 @@ void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies,
     if (kTogether<T> > kRows && !there(b) && there(b ^ 1))
       std::memset(values_copy, 0, batch.copied_values() * sizeof(T));
     if (!there(b)) continue;
+    if (batch.selected) {
+      const long first = begin + b * kBlock, count = end - first;
+      gather_block(batch, item, first, static_cast<int>(count < kBlock ? count : kBlock), copy, values_copy, b, blocks);
+      continue;
+    }
     const long page = batch.page_of(item.sequence, begin / kBlock + b), left = context - begin - b * kBlock;
     const int valid = static_cast<int>(left < kBlock ? left : kBlock);
     const char *keys = batch.keys_of<T>(page, item.kv_head), *values = batch.values_of<T>(page, item.kv_head);
@@ -242,14 +276,18 @@ INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) 
 // a key counts as 4.
 std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) {
   std::vector<WorkItem> items;
-  const long queries = kItemRows / batch.group() > 1 ? kItemRows / batch.group() : 1;
+  const long queries = kItemRows / batch.group() > 1 && !batch.selected ? kItemRows / batch.group() : 1;
+  const auto among_seen = [&](long position) {
+    return batch.selected && position >= batch.most ? batch.most - 1L : position;
+  };
   for (int s = 0; s < sequences; ++s) {
     const long begin = batch.starts[s], end = batch.starts[s + 1];
     const long before = batch.contexts[s] - (end - begin);
     for (int kv_head = 0; kv_head < batch.kv_heads; ++kv_head)
       for (long last = end; last > begin; last -= queries) {
         const long first = last - queries > begin ? last - queries : begin;
-        const long position = before + first - begin, end = seen_until(batch, s, before + last - begin - 1);
+        const long position = among_seen(before + first - begin);
+        const long end = seen_until(batch, s, among_seen(before + last - begin - 1));
         const WorkItem item = {s, kv_head, first, last - first, position, end, -1, 0};
         const long keys = item.end - first_tile(batch, item) * kTile;
         work += keys * (item.count * batch.group() + 4) * batch.dim;

@@ -30,7 +30,7 @@ from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
-from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
@@ -189,6 +189,22 @@ class CpuBackend(CpuLinearBackend):
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._calls.rope_and_store_latent_kv(q.contiguous(), kv.contiguous(), latent, cache, metadata)
+
+    def select_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        params: KeySelectionParams,
+        cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        return self._calls.select_keys(q.contiguous(), k.contiguous(), weights.contiguous(), params, cache, metadata)
+
+    def sparse_attention(
+        self, q: Tensor, cache: Tensor, selected: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        return self._calls.sparse_attention(q.contiguous(), cache, selected.contiguous(), metadata, softmax)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in KERNEL_DTYPES:

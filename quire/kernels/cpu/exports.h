@@ -216,6 +216,15 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                         long pages, int sequences, int heads, int kv_heads, int dim, float scale,      \
                                         int window, float softcap, int ahead, const float* bias, long bias_stride,     \
                                         long bias_center, const float* sinks, int values_dim, int threads);            \
+  EXPORTED int sparse_attention_##suffix(void* out, const void* query, const void* keys, const int32_t* selected,      \
+                                         const int32_t* starts, const int32_t* contexts, const int32_t* table,         \
+                                         long table_stride, long key_stride, long pages, int sequences, int heads,     \
+                                         int dim, float scale, int values_dim, int most, int threads);                 \
+  EXPORTED int select_keys_##suffix(                                                                                   \
+      T* q, const T* k, const T* weights, const float* norm, const float* norm_bias, const float* cos_sin,             \
+      int neighbours, const int64_t* positions, const int64_t* slots, T* cache, long stride, const int32_t* starts,    \
+      const int32_t* contexts, const int32_t* table, long table_stride, int32_t* out, long tokens, long pages,         \
+      int sequences, int heads, int dim, int rotated, int top, float eps, int threads);                                \
   EXPORTED int ranks_attention_##suffix(                                                                               \
       Collective* group, void* out, const void* query, const void* keys, const void* values, const KVFormat* format,   \
       const int32_t* starts, const int32_t* contexts, const int32_t* table, long table_stride, long key_stride,        \
@@ -261,6 +270,8 @@ struct Kernels;
     static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
+    static constexpr auto sparse_attention = sparse_attention_##suffix;                                                \
+    static constexpr auto select_keys = select_keys_##suffix;                                                          \
     static constexpr auto ranks_attention = ranks_attention_##suffix;                                                  \
   };
 KERNELS(f32, float)

@@ -80,6 +80,7 @@ READERS = (
     "nemotron_h",
     "zamba2",
     "deepseek_v3",
+    "glm_moe_dsa",
     "minicpm3",
     "hunyuan_v1_dense",
     "cohere-norms",

@@ -99,9 +99,9 @@ def test_nemotron_h_latent_experts_count_with_projections() -> None:
     assert model_sizes.active_parameters == pytest.approx(12.2e9, rel=0.01)
 
 
-def test_mla_caches_one_latent_per_token() -> None:
+def test_sparse_mla_caches_latent_and_index_key_per_token() -> None:
     sizes = read_model_sizes(config_content("deepseek_v32"))
-    assert (sizes.kv_values_per_token, sizes.num_kv_heads) == ((512 + 64) * 61, 1)
+    assert (sizes.kv_values_per_token, sizes.num_kv_heads) == ((512 + 64 + 128) * 61, 1)
 
 
 def test_mla_in_transformers_class_caches_expanded_keys_and_values() -> None:

@@ -226,7 +226,10 @@ def test_kernel_out_of_resources_error_names_attention_backend() -> None:
     assert "--attention-backend" in raised.value.message
 
 
-@pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("gpt_oss", None), ("olmo2", None)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bloom", "ALiBi of attention"), ("deepseek_v32", "sparse attention"), ("gpt_oss", None), ("olmo2", None)],
+)
 def test_attention_unsupported_on_gpu_is_rejected(family: str, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     config = read_model_config(tmp_path)
@@ -234,7 +237,7 @@ def test_attention_unsupported_on_gpu_is_rejected(family: str, kind: str | None,
     if kind is None:
         check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     else:
-        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served only on CPUs"):
+        with pytest.raises(ConfigError, match=f"device: {kind} \\({family}\\) is served only on CPUs"):
             check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
 
 

@@ -23,6 +23,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 SAMPLES = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(40)] for i in range(3)]
 TRIED = [3 + (11 * j + j * j) % (VOCAB - 3) for j in range(48)]
 NORMS = {"llama": 6, "gemma3": 8, "gpt_neox": 6, "cohere": 3, "phi3": 6, "opt": 6, "falcon_h1": 4, "deepseek_v3": 7}
+NORMS |= {"deepseek_v32": 7}
 """By family, the number of norms read only by linears: those of attention and MLP; in Cohere's layers the one of both;
 in the sparse layers of DeepSeek-V3 only those of attention, which are two with the norm of the queries' latents.
 """

@@ -62,7 +62,7 @@ from quire.engine.families.base.mamba_fields import (
     fill_mamba_sizes,
     mamba_spec,
 )
-from quire.engine.families.base.mla_fields import mla_mixers_reader, mla_spec
+from quire.engine.families.base.mla_fields import indexer_reader, mla_mixers_reader, mla_spec
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.moe_fields import (
     BLOCK_SPARSE_MOE,
@@ -164,6 +164,7 @@ __all__ = [
     "has_untied_head",
     "hidden_activation",
     "hybrid_mixers_reader",
+    "indexer_reader",
     "layer_norm_family",
     "layer_norm_reader",
     "layer_windows",

@@ -1,7 +1,8 @@
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.mla import IndexerSpec, MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.rope import yarn_softmax_scale_factor
 from quire.engine.architecture.sublayer import SublayerSpec
@@ -12,18 +13,42 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""Latent norms ignore rms_norm_eps."""
+"""In all families, latent norms and index keys' norms ignore rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
 """qk_rope_head_dim replaces these fields of older files."""
 
 
 def mla_mixers_reader(
-    is_interleaved: ConfigReader = lambda config: True,
+    is_interleaved: ConfigReader = lambda config: True, *, read_indexer: ConfigReader = lambda config: None
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
+    """is_interleaved: RoPE pairs neighbors. read_indexer: returns MLALayerSpec.indexer."""
+
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
-        return [mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
+        spec = mla_spec(config, norm, is_interleaved=is_interleaved(config))
+        return [replace(spec, indexer=read_indexer(config))] * config.num_layers
 
     return read_mixers
+
+
+def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
+    """`is_interleaved`: of the indexer's own RoPE. The reader raises ModelError."""
+
+    def read_indexer(config: ModelConfig) -> IndexerSpec:
+        raw = config.raw
+        names = ("index_n_heads", "index_head_dim", "index_topk", "qk_rope_head_dim")
+        sizes: list[Any] = [raw.get(name) or 0 for name in names]
+        num_heads, head_dim, top_k, rotated = sizes
+        if head_dim % 2 or head_dim < rotated:
+            raise ModelError(
+                "model: config.json: index_head_dim: expected an even number from qk_rope_head_dim "
+                f"({rotated}) on, got {head_dim}"
+            )
+        if raw.get("q_lora_rank") is None:
+            raise ModelError("model: config.json: q_lora_rank: the indexer of sparse attention needs query latents")
+        key_norm = NormSpec(MLA_NORM_EPS, is_layer_norm=True, bias=True)
+        return IndexerSpec(num_heads, head_dim, top_k, is_interleaved, key_norm)
+
+    return read_indexer
 
 
 def mla_spec(

@@ -13,9 +13,9 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.short_conv import check_short_conv
-from quire.kernels.cpu.mla.per_head_linear import check_latent_params
+from quire.kernels.cpu.mla.checks import check_key_selection_params, check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
-from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.latent_params import KeySelectionParams, LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.qk_norm_rope import NORM_KINDS, QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
@@ -49,8 +49,8 @@ class KernelCalls(ABC):
         """Uninitialized."""
 
     @abstractmethod
-    def empty_per_token(self, x: Any, *shape: int) -> Any:
-        """Uninitialized [T, *shape] with x's dtype."""
+    def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:
+        """Uninitialized [T, *shape]. dtype None: x's."""
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
@@ -227,6 +227,72 @@ class KernelCalls(ABC):
             error_message=error_message,
         )
 
+    def select_keys(
+        self, q: Any, k: Any, weights: Any, params: KeySelectionParams, cache: Tensor, metadata: Any
+    ) -> Any:
+        heads, dim = self.token_width_argument(weights), self.token_width_argument(k)
+        check_key_selection_params(params, dim)
+        if {q.dtype, k.dtype, weights.dtype} != {cache.dtype}:
+            raise TypeError(f"index keys of {cache.dtype} cannot serve {q.dtype}, {k.dtype} and {weights.dtype}")
+        step, out = self.step_inputs(metadata), self.empty_per_token(q, params.top_k, dtype=torch.int32)
+        return self.call_kernel(
+            "select_keys",
+            out,
+            q,
+            k,
+            weights,
+            params.norm_weight,
+            params.norm_bias,
+            params.cos_sin,
+            params.is_interleaved,
+            metadata.positions,
+            metadata.slot_mapping,
+            cache,
+            cache.stride(0),
+            step.query_start,
+            step.context_lens,
+            step.block_table,
+            step.table_stride,
+            out,
+            self.num_tokens_argument(q),
+            len(cache),
+            step.num_sequences,
+            heads,
+            dim,
+            params.cos_sin.shape[1],
+            params.top_k,
+            params.eps,
+            error_message=f"a block table or slots outside the {len(cache)} blocks of the cache",
+        )
+
+    def sparse_attention(self, q: Any, cache: Tensor, selected: Any, metadata: Any, softmax: AttentionParams) -> Any:
+        if cache.dtype != q.dtype:
+            raise TypeError(f"sparse attention reads keys of {q.dtype}, not {cache.dtype}")
+        assert softmax.value_dim is not None
+        (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
+        out = self.empty_per_token(q, heads, softmax.value_dim)
+        return self.call_kernel(
+            "sparse_attention",
+            out,
+            out,
+            q,
+            cache,
+            selected,
+            step.query_start,
+            step.context_lens,
+            step.block_table,
+            step.table_stride,
+            cache.stride(0),
+            len(cache),
+            step.num_sequences,
+            heads,
+            dim,
+            softmax.scale,
+            softmax.value_dim,
+            selected.shape[-1],
+            error_message=f"keys that a query does not see, or blocks outside the {len(cache)} of the cache",
+        )
+
     def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvStates, metadata: Any) -> Any:
         check_short_conv(conv, columns, bcx.dtype)
         step, wide = self.step_inputs(metadata), self.token_width_argument(bcx) // conv.num_input_parts
@@ -289,8 +355,8 @@ class ImmediateCalls(KernelCalls):
     def empty_half_width(self, x: Tensor) -> Tensor:
         return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
-    def empty_per_token(self, x: Tensor, *shape: int) -> Tensor:
-        return x.new_empty((len(x), *shape))
+    def empty_per_token(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return x.new_empty((len(x), *shape), dtype=dtype)
 
     def view_per_token(self, x: Tensor, *shape: int) -> Tensor:
         return x.view(len(x), *shape)

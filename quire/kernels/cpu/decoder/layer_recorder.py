@@ -153,8 +153,10 @@ class _LayerRecorder(KernelCalls, Operations):
     def empty_half_width(self, x: _PlaceholderTensor) -> _PlaceholderTensor:
         return self._allocate_buffer(x.elements_per_token // 2, dtype=x.dtype)
 
-    def empty_per_token(self, x: _PlaceholderTensor, *shape: int) -> _PlaceholderTensor:
-        return self._allocate_buffer(*shape, dtype=x.dtype)
+    def empty_per_token(
+        self, x: _PlaceholderTensor, *shape: int, dtype: torch.dtype | None = None
+    ) -> _PlaceholderTensor:
+        return self._allocate_buffer(*shape, dtype=dtype or x.dtype)
 
     def view_per_token(self, x: _PlaceholderTensor, *shape: int) -> _PlaceholderTensor:
         return _PlaceholderTensor(x.kind, x.value, shape, x.dtype)
@@ -204,7 +206,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return buffer
 
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        if kernel in ("paged_attention", "ranks_attention"):
+        if kernel in ("paged_attention", "ranks_attention", "sparse_attention"):
             self._attention_dtype = result.dtype
         return self._record_call(kernel, result, *arguments, _THREADS)
 

@@ -158,6 +158,8 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(cast_##suffix)                                                                                                \
   CALLED(sigmoid_mul_##suffix)                                                                                         \
   CALLED(paged_attention_##suffix)                                                                                     \
+  CALLED(sparse_attention_##suffix)                                                                                    \
+  CALLED(select_keys_##suffix)                                                                                         \
   CALLED(ranks_attention_##suffix)                                                                                     \
   EXPORTED int run_calls_##suffix(const Call* calls, int count, const int64_t* values, long tokens, int sequences,     \
                                   long token_bytes) {                                                                  \

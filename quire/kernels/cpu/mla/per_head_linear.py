@@ -9,18 +9,6 @@ from torch import Tensor
 from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.linear import CompiledLinearBase
-from quire.kernels.latent_params import LatentNormRopeParams
-from quire.kernels.parameters.latent import MAX_ROPE_DIM
-
-
-def check_latent_params(latent: LatentNormRopeParams) -> None:
-    """Raises TypeError or ValueError."""
-    table = latent.norm_weight if latent.cos_sin is None else latent.cos_sin
-    if latent.norm_weight.dtype != torch.float32 or table.dtype != torch.float32:
-        raise TypeError("the norm and the rotation of latents must be float32")
-    size, rotated = latent.latent_and_rope_dims
-    if size % 2 or not 2 <= rotated <= MAX_ROPE_DIM or not table.is_contiguous():
-        raise ValueError(f"a latent must be even, and its key of 2 to {MAX_ROPE_DIM} numbers, not {size} and {rotated}")
 
 
 def make_compiled_per_head_linear(

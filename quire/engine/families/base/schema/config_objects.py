@@ -67,3 +67,15 @@ class KimiLinearFields(TypedDict, total=False):
     moe_router_activation_func: ShortText | None
     attn_res_block_size: WidthOrZero | None
     routed_expert_hidden_size: WidthOrZero | None
+
+
+class IndexerFields(TypedDict, total=False):
+    """Of sparse attention: DeepSeek-V3.2, GLM-5."""
+
+    index_n_heads: Annotated[int, Meta(ge=1, le=4096)] | None
+    index_head_dim: Annotated[int, Meta(ge=1, le=2**16)] | None
+    index_topk: Width | None
+    indexer_types: Annotated[list[ShortText], Meta(max_length=4096)] | None
+    index_topk_pattern: Annotated[str, Meta(max_length=4096)] | Annotated[list[ShortText], Meta(max_length=4096)] | None
+    index_topk_freq: WidthOrZero | None
+    index_skip_topk_offset: WidthOrZero | None

@@ -13,6 +13,7 @@ from quire.engine.families.base.schema.config_objects import (
     ConvWidth,
     EagleConfig,
     Gemma4Fields,
+    IndexerFields,
     KimiLinearFields,
     PositiveFloat,
     ShortText,
@@ -89,7 +90,7 @@ class RopesByLayerType(RopeFields, total=False):
     sliding_attention: RopeFields | None
 
 
-class CommonConfigFields(Gemma4Fields, KimiLinearFields, total=False):
+class CommonConfigFields(Gemma4Fields, KimiLinearFields, IndexerFields, total=False):
     """Read by the server and `quire plan`."""
 
     model_type: ShortText | None

@@ -18,7 +18,11 @@ from quire.engine.models.requirements import (
     attention_requirements,
 )
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
-from quire.engine.worker.device_plan import can_capture_decodes, check_device_supports_attention
+from quire.engine.worker.device_plan import (
+    can_capture_decodes,
+    check_device_supports_attention,
+    check_kv_dtype_supports_attention,
+)
 from quire.engine.worker.draft_model_runner import DraftModelRunner
 from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 from quire.engine.worker.loading.checkpoint_weights import open_weights
@@ -90,6 +94,7 @@ def load_draft_model(
             )
         spec = decoder_spec(replace(model, max_model_len=target_model.max_model_len))
         check_device_supports_attention(target_model.device, model, spec)
+        check_kv_dtype_supports_attention(target_model.kv_dtype, spec)
         if spec.needs_state_snapshots:
             raise ConfigError(
                 f"a {model.model_type} cannot draft: its recurrent state cannot be rolled back after rejected tokens"
