@@ -31,7 +31,7 @@ class GroupedWeight:
     offsets: Tensor | None = None
     """[out, in / group] float32; None: 0."""
     code_values: tuple[int, ...] | None = None
-    """Values of 4-bit codes, -127 to 127; None: code - 8."""
+    """Values of 4-bit codes, -127 to 127, at most 16; None: code - 8."""
     input_order: Tensor | None = None
     """[in] int64: groups are of x[:, order]; None: natural order."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
     part.group = inner if weight.scales.shape[1] == 1 else weight.group_size
     part.scales, part.offsets = len(halves) > 0, len(halves) > 1
     values = range(-8, 8) if weight.code_values is None else weight.code_values
-    part.table[:] = [value + 128 for value in values]
+    part.table[:] = [value + 128 for value in itertools.islice(itertools.cycle(values), 16)]
     memory = library.weight_arena.allocate_bytes(library.quantized_size(ctypes.addressof(part), inner))
     part.packed = memory.data_ptr()
     pointers = [each.data_ptr() for each in halves] + [None] * (2 - len(halves))
