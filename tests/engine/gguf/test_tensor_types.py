@@ -9,12 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
+from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import SUPPORTED_TYPES
 from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
 from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.quantized_linear import CompiledQuantizedLinear
+from quire.server.cli.plan.estimate import PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model
+from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -37,6 +45,43 @@ def test_ggml_type_numbers_of_random_bits_equal_gguf_package(kind: str) -> None:
         expected = gguf.quants.dequantize(rows, type_)
     actual = blocks_to_grouped_weight(torch.from_numpy(rows), kind).dequantize().numpy()
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED_QUANT_TYPES))
+def test_held_bits_of_ggml_type_equal_packed_bytes(kind: str) -> None:
+    if (reason := CpuBackend().missing_reason) is not None:
+        pytest.skip(reason)
+    tensor_type = next(each for each in SUPPORTED_TYPES.values() if each.name == kind)
+    outs, inner = 64, 512
+    rows = np.zeros((outs, inner // tensor_type.block_size * tensor_type.type_size), dtype=np.uint8)
+    weight = blocks_to_grouped_weight(torch.from_numpy(rows), kind)
+    linear = CpuBackend().pack_quantized([weight], None, dtype=torch.float32)
+    assert isinstance(linear, CompiledQuantizedLinear)
+    assert tensor_type.held_form is not None
+    bits = tensor_type.held_form.bits_per_weight(gpu=False)
+    assert linear.nbytes - 4 * outs == bits * outs * inner / 8
+    assert bits >= tensor_type.bits_per_weight
+    packing = pytest.importorskip("quire.kernels.gpu.quantization.weight_packing", exc_type=ImportError)
+    packed = packing.pack_group_quantized(weight)
+    assert packed.nbytes - 4 * outs == tensor_type.held_form.bits_per_weight(gpu=True) * outs * inner / 8
+
+
+def test_planned_weights_of_gguf_are_what_the_cpu_holds(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    folder = save_tiny_model(tmp_path / "folder", "llama", **sizes, tie_word_embeddings=False)
+    file = write_gguf(folder, tmp_path / "model.gguf", lambda name: "Q3_K" if "attn" in name else "Q2_K")
+    model_sizes, stored = read_model_sizes(read_raw_config(str(file))[0]), read_checkpoint_size(file)
+    assert stored is not None
+    bits = {"Q2_K": 2 + 8 / 16 + 32 / 256, "Q3_K": 3 + 8 / 16 + 16 / 256}
+    tensors = [each for each in read_gguf_header(file).tensors.values() if each.type.name in bits]
+    held = sum(each.num_elements * bits[each.type.name] / 8 for each in tensors)
+    assert stored.packed_bytes + stored.cpu_expansion == held
+    cpu, gpu = (
+        estimate_model(model_sizes, Machine("test", 2**30, gpu=gpu), PlanRequest(EngineConfig()), stored)
+        for gpu in (False, True)
+    )
+    assert cpu.device_weight_bytes == held + 4 * stored.num_floats
+    assert gpu.device_weight_bytes > cpu.device_weight_bytes > cpu.weight_bytes
 
 
 def _type_of_tensor(name: str) -> str:

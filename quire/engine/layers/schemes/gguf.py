@@ -15,6 +15,7 @@ from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes import gguf_codebooks as codebooks
 from quire.engine.layers.schemes.floats import DOUBLED_E2M1_VALUES, decode_halved_e8m0_scales
 from quire.engine.layers.schemes.gguf_bits import (
+    make_nested_weight,
     pack_nibbles,
     read_float16,
     to_signed,
@@ -23,9 +24,11 @@ from quire.engine.layers.schemes.gguf_bits import (
     unpack_single_bits,
 )
 from quire.engine.layers.schemes.mixed import LinearFormat
-from quire.kernels.quantized_tensors import GroupedWeight
+from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 
 _UINT4_VALUES = tuple(range(16))
+_Q2_K_VALUES = (0, 1, 2, 3)
+_Q3_K_VALUES = (-4, -3, -2, -1, 0, 1, 2, 3)
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -77,10 +80,12 @@ def _q8_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 def _q2_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     d, least = read_float16(blocks[..., 80:82], 1), read_float16(blocks[..., 82:84], 1)
-    steps = blocks[..., :16]
+    steps = blocks[..., :16].view(torch.int8)
     codes = unpack_code_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
-    scales, offsets = d * (steps & 15), -(least * (steps >> 4))
-    return GroupedWeight(pack_nibbles(codes), scales.flatten(1), offsets.flatten(1), _UINT4_VALUES)
+    scales = NestedScales(d.squeeze(2), (steps & 15).flatten(1))
+    return make_nested_weight(
+        codes, _Q2_K_VALUES, scales, NestedScales(-least.squeeze(2), (steps >> 4 & 15).flatten(1))
+    )
 
 
 def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
@@ -89,9 +94,8 @@ def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     packed = blocks[..., 96:108]
     steps = torch.cat((packed[..., :8] & 15, packed[..., :8] >> 4), -1)
     steps |= torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1) << 4
-    scales = read_float16(blocks[..., 108:110], 1) * (steps.to(torch.int8) - 32)
-    # low - 4 if the high bit is unset, stored as code - 8
-    return GroupedWeight(pack_nibbles(low + 4 + (high << 2)), scales.flatten(1))
+    nested = NestedScales(read_float16(blocks[..., 108:110]), (steps.to(torch.int8) - 32).flatten(1))
+    return make_nested_weight(low | high << 2, _Q3_K_VALUES, nested)
 
 
 def _q4_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
@@ -122,9 +126,8 @@ def _iq4_xs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     steps = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2).int()
     steps = steps | (high >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device) & 3) << 4
     codes = unpack_nibbles(blocks[..., 8:].unflatten(-1, (8, 16)).flatten(1, 2))
-    return GroupedWeight(
-        pack_nibbles(codes), (read_float16(blocks[..., :2], 1) * (steps - 32)).flatten(1), None, _IQ4_VALUES
-    )
+    nested = NestedScales(read_float16(blocks[..., :2]), (steps - 32).to(torch.int8).flatten(1))
+    return make_nested_weight(codes, _IQ4_VALUES, nested)
 
 
 def _mxfp4_to_grouped_weight(blocks: Tensor) -> GroupedWeight:

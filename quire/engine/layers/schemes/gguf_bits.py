@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
+
 
 def read_float16(data: Tensor, wider: int = 0) -> Tensor:
     """[..., blocks, 2] bytes to float32 [..., blocks], with `wider` [..., blocks, 1]."""
@@ -53,3 +55,13 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 def to_signed(codes: Tensor, zero: int) -> Tensor:
     return codes.to(torch.int8) - zero
+
+
+def make_nested_weight(
+    codes: Tensor, values: tuple[int, ...], scales: NestedScales, offsets: NestedScales | None = None
+) -> GroupedWeight:
+    """`codes` [out, in] uint8."""
+    nested = (scales,) if offsets is None else (scales, offsets)
+    return GroupedWeight(
+        pack_nibbles(codes), scales.to_groups(), None if offsets is None else offsets.to_groups(), values, nested=nested
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.schemes.gguf_bits import (
+    make_nested_weight,
     pack_nibbles,
     read_float16,
     read_uint16,
@@ -20,7 +21,7 @@ from quire.engine.layers.schemes.gguf_bits import (
     unpack_code_planes,
     unpack_single_bits,
 )
-from quire.kernels.quantized_tensors import GroupedWeight
+from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 
 _CODEBOOK_SIZES = {"IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ3_XXS": 256, "IQ3_S": 512, "IQ1": 2048}
 _CODEBOOKS = (
@@ -107,7 +108,8 @@ def _complete_signs(signs: Tensor) -> Tensor:
 
 def _make_grouped(codes: Tensor, values: tuple[int, ...], d: Tensor, multiples: Tensor) -> GroupedWeight:
     """`codes` [out, in]; `d` [out, blocks, 1]; `multiples` [out, blocks, groups]."""
-    return GroupedWeight(pack_nibbles(codes), (d * multiples).flatten(1), None, values)
+    nested = NestedScales(d.squeeze(2), multiples.to(torch.int8).flatten(1))
+    return make_nested_weight(codes, values, nested)
 
 
 def iq2_xxs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
