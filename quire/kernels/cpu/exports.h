@@ -17,7 +17,7 @@ struct QuantizedPart {
   int scales;   // whether groups have scales, and
   int offsets;  // whether they have offsets as well
   int nested;   // inputs that share a half float, of which groups' scales are small multiples; 0: these are half floats
-  uint8_t table[2][16];  // what the lowest bits of a nibble stand for, plus 128; of 2-bit codes, the highest two as well
+  uint8_t table[2][16];  // what a nibble's lowest bits stand for, plus 128; of 2-bit codes, its highest bits
 };
 
 struct QuantizedLinear {

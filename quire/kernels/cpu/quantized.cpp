@@ -1,9 +1,9 @@
-// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h): rows of x are quantized too, once for all
+// x @ weight.T + bias for weights of 8, 4, 3 or 2 bits (quantized.h): rows of x are quantized too, once for all
 // outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
 // weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
 // every batch.
 //
-// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. 4-bit codes are made bytes
+// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. Smaller codes become bytes
 // on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
 // Where there are matrix tiles they multiply (tiles/quantized_tiles.h), and give the same bits.
 #include "kernels.h"
@@ -102,8 +102,8 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
         UNROLLED (r, R) {
           const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
           if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), of_group.offsets, sums[r][c]);
-          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                       : vfma(vmul(exact, scale), of_group.scales, sums[r][c]);
+          sums[r][c] =
+              kForm == kCodes ? vfma(exact, scale, sums[r][c]) : vfma(vmul(exact, scale), of_group.scales, sums[r][c]);
         }
       }
       x += block * kCodeBytes * R;
@@ -261,9 +261,7 @@ void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
   const int lane = static_cast<int>(id % kOuts);
   const uint8_t* begin = part.packed + id / kOuts * panel_bytes(part, inner);
   const uint8_t* group = begin + nested_bytes(part, inner);
-  const auto load = part.offsets  ? load_scales<kOffsets>
-                    : part.scales ? load_scales<kScales>
-                                  : load_scales<kCodes>;
+  const auto load = part.offsets ? load_scales<kOffsets> : part.scales ? load_scales<kScales> : load_scales<kCodes>;
   for (int g = 0; g * part.group < l.in; ++g, group += group_bytes(part)) {
     float scales[16], offsets[16];
     const GroupScales of_group = load(part, begin, group, g, lane / 16);
@@ -273,8 +271,7 @@ void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
       const int code = code_at(group + header_bytes(part), part.bits, i, lane);
       const int number = part.bits == 8 ? value_of(static_cast<uint8_t>(code)) : part.table[0][code] - 128;
       const int from = g * part.group + i;
-      const float value =
-          (static_cast<float>(number) * scales[lane % 16] + offsets[lane % 16]) * part.factors[id];
+      const float value = (static_cast<float>(number) * scales[lane % 16] + offsets[lane % 16]) * part.factors[id];
       vstore_first(out + (l.quantized->order ? l.quantized->order[from] : from), vset(value), 1);
     }
   }
@@ -299,9 +296,9 @@ EXPORTED long quantized_size(const QuantizedPart* part, int inner) {
   return panels_of(*part) * panel_bytes(*part, inner);
 }
 
-// Packs codes [outs][in] (or, of less than 8 bits, [outs][in / 2] with the even input's code in the low half), scales and
-// offsets [outs][groups], or [outs][inner / nested] with multiples [outs][groups], of a part whose other fields are set.
-// Scales and offsets may be null as the part says.
+// Packs codes [outs][in] (or, of less than 8 bits, [outs][in / 2] with the even input's code in the low half), scales
+// and offsets [outs][groups], or [outs][inner / nested] with multiples [outs][groups], of a part whose other fields are
+// set. Scales and offsets may be null as the part says.
 EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, const half* scales, const half* offsets,
                              const uint8_t* multiples, int in, int inner, int threads) {
   const QuantizedPart& part = *to;

@@ -136,8 +136,3 @@ INLINE Words join_high_bits(Words a, Words b, Words c) {
   EACH a.part[i] = (a.part[i] >> 3 & 0x11111111u) | (b.part[i] >> 2 & 0x22222222u) | (c.part[i] >> 1 & 0x44444444u);
   return a;
 }
-INLINE Vec vload_nibbles(const uint8_t* p, bool high) {
-  uint32_t lanes[16];
-  for (int i = 0; i < 16; ++i) lanes[i] = high ? p[i] >> 4 : p[i] & 15;
-  return to_floats(wload(lanes));
-}
