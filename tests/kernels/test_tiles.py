@@ -115,7 +115,7 @@ def test_tiled_quantized_linear_equals_vector_kernels(
 ) -> None:
     """Single rows and tiles of any size; some, all or none of the blocks of x in 16 bits; embeddings too."""
     if bits < 4:
-        outs, inner, group = outs, 512, 1 << group.bit_length() // 2 + 3
+        inner, group = 512, 1 << group.bit_length() // 2 + 3
         weight = test_cpu_quantized.made_of_few_values(
             outs, inner, group, count=2**bits, generator=generator, offsets=offsets
         )
