@@ -141,6 +141,8 @@ def quantized(weights: np.ndarray, kind: str) -> np.ndarray:
 _HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    **{"IQ1_M": (), "NVFP4": ()},
 }
 """Byte offsets of a block's float16 numbers."""
 
@@ -153,6 +155,10 @@ def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Genera
         blocks[:, :, at : at + 2] = scales.astype(np.float16).view(np.uint8)
     if kind == "MXFP4":
         blocks[:, :, 0] = generator.integers(115, 122, blocks.shape[:2])
+    if kind == "NVFP4":
+        blocks[:, :, :4] = generator.integers(0, 9, (*blocks.shape[:2], 4))
+    if kind == "IQ1_M":  # the highest bits of four words are a number from 2^-10 to 2^-9
+        blocks[:, :, 49::2] = blocks[:, :, 49::2] & 15 | np.array([0, 0, 0x40, 0x10], dtype=np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
@@ -225,7 +231,13 @@ def add_tensor(writer: Any, stored: str, rows: Tensor, wanted: str) -> Tensor:
     blocks = quantized(rows.flatten(0, -2).numpy(), wanted)
     shaped = blocks.reshape(*rows.shape[:-1], -1)
     writer.add_tensor(stored, shaped, raw_dtype=type_)
-    return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(blocks, type_))).view(rows.shape)
+    factor = 1.0
+    if wanted == "NVFP4":
+        factor = 1.5
+        scales = np.full(rows.shape[:-2] or 1, factor, dtype=np.float32)
+        writer.add_tensor(stored.replace(".weight", ".scale"), scales)
+        writer.add_tensor(stored.replace(".weight", ".input_scale"), scales)
+    return factor * torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(blocks, type_))).view(rows.shape)
 
 
 def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:

@@ -17,6 +17,60 @@ _MAX_HALF_EXPONENT = 14
 """An output's scales are divided by a power of two to fit half floats. The largest is below 2^15."""
 
 
+def _to_factors_and_halves(numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Factors [out] float32, powers of two; float16 tensors [out, ...], to be multiplied by them."""
+    peak = torch.stack([each.abs().amax(1) for each in numbers]).amax(0)
+    exponents = torch.where(peak > 0, torch.frexp(peak).exponent, 0)
+    factors = torch.ldexp(torch.ones_like(peak), exponents - _MAX_HALF_EXPONENT - 1)
+    return factors, [(each / factors[:, None]).half() for each in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class NestedScales:
+    """Scales or offsets of groups as integer multiples of a block's; a block is 2^n consecutive groups."""
+
+    blocks: Tensor
+    """[out, in / block] float32: half floats times powers of two, of one output not far apart."""
+    multiples: Tensor
+    """[out, in / group] int8; of a weight with offsets 0 to 15."""
+
+    @property
+    def groups_per_block(self) -> int:
+        return self.multiples.shape[1] // self.blocks.shape[1]
+
+    def to_groups(self) -> Tensor:
+        """[out, in / group] float32."""
+        return (self.blocks.unsqueeze(2) * self._block_multiples).flatten(1)
+
+    def narrow(self, outputs: range | None, groups: range | None) -> NestedScales | None:
+        """None if this would split a block."""
+        size, blocks = self.groups_per_block, None
+        if groups is not None:
+            if groups.start % size or groups.stop % size:
+                return None
+            blocks = range(groups.start // size, groups.stop // size)
+        return NestedScales(_narrow(self.blocks, outputs, blocks), _narrow(self.multiples, outputs, groups))
+
+    def append_outputs(self, other: NestedScales) -> NestedScales:
+        return NestedScales(torch.cat((self.blocks, other.blocks)), torch.cat((self.multiples, other.multiples)))
+
+    @property
+    def used_blocks(self) -> Tensor:
+        """0 if all multiples are: such a number may be so large that half floats cannot hold the others."""
+        return torch.where(self._block_multiples.any(2), self.blocks, 0.0)
+
+    @property
+    def _block_multiples(self) -> Tensor:
+        return self.multiples.unflatten(1, (self.blocks.shape[1], -1))
+
+
+def _narrow(tensor: Tensor, rows: range | None, columns: range | None) -> Tensor:
+    return tensor[
+        slice(None) if rows is None else slice(rows.start, rows.stop),
+        slice(None) if columns is None else slice(columns.start, columns.stop),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
     """[out, in] integers with a scale, and maybe an offset, per group of consecutive inputs: w = scale * value(code) +
@@ -30,9 +84,11 @@ class GroupedWeight:
     offsets: Tensor | None = None
     """[out, in / group] float32; None: 0."""
     code_values: tuple[int, ...] | None = None
-    """Values of 4-bit codes, -127 to 127; None: code - 8."""
+    """Values of 4-bit codes, -127 to 127, at most 16; None: code - 8."""
     input_order: Tensor | None = None
     """[in] int64: groups are of x[:, order]; None: natural order."""
+    nested: tuple[NestedScales, ...] = ()
+    """The same scales, and offsets if there are any, for backends that can hold them; empty: not known."""
 
     @property
     def bits(self) -> int:
@@ -53,12 +109,18 @@ class GroupedWeight:
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
             return scales[:, 0].contiguous(), None, None
-        halves = [scales] if offsets is None else [scales, offsets.float()]
-        peak = torch.stack([each.abs().amax(1) for each in halves]).amax(0)
-        exponents = torch.where(peak > 0, torch.frexp(peak).exponent, 0)
-        factors = torch.ldexp(torch.ones_like(peak), exponents - _MAX_HALF_EXPONENT - 1)
-        halves = [(each / factors[:, None]).half() for each in halves]
+        factors, halves = _to_factors_and_halves([scales] if offsets is None else [scales, offsets.float()])
         return factors, halves[0], None if offsets is None else halves[1]
+
+    def to_factors_and_nested_halves(self) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Factors [out] float32; float16 scales and maybe offsets [out, blocks], to be multiplied by them; multiples
+        [out, groups] uint8, those of offsets in the high nibbles.
+        """
+        factors, halves = _to_factors_and_halves([each.used_blocks for each in self.nested])
+        multiples = self.nested[0].multiples
+        if len(self.nested) > 1:
+            multiples = multiples | self.nested[1].multiples << 4
+        return factors, halves, multiples.view(torch.uint8)
 
     def dequantize(self) -> Tensor:
         """[out, in] float32, in the natural input order."""

@@ -491,7 +491,8 @@ void fits() {
   results = kept;
 }
 
-// A linear of two parts in 8 and 4 bits, with or without scales and offsets, and its rows as a table's.
+// A linear of two parts in 2, 3, 4 or 8 bits, with or without scales, nested or not, and offsets, and its rows as a
+// table's.
 template <class T>
 void quantize() {
   const int block = 16 * draw(1, 4), in = draw(1, 3) == 1 ? draw(1, 200) & ~1 : block * draw(1, 6);
@@ -504,22 +505,25 @@ void quantize() {
   int outs = 0;
   for (int p = 0; p < 2; ++p) {
     QuantizedPart& part = parts[p];
-    part = {nullptr, nullptr, draw(1, 150), draw(0, 1) ? 4 : 8, inner, 0, 0, {}};
+    part = {nullptr, nullptr, draw(1, 150), draw(0, 1) ? draw(2, 4) : 8, inner, 0, 0, 0, {}};
     if (in == inner && draw(0, 1)) part.group = block;
     part.scales = part.group < inner || draw(0, 1);
     part.offsets = part.scales && draw(0, 1);
-    for (int i = 0; i < 16; ++i) part.table[i] = static_cast<uint8_t>(draw(1, 255));
-    const long groups = inner / part.group;
-    Array<uint8_t> codes(new uint8_t[1L * part.outs * in * part.bits / 8]);
-    for (long i = 0; i < 1L * part.outs * in * part.bits / 8; ++i) codes[i] = static_cast<uint8_t>(draw(0, 255));
+    if (part.scales && draw(0, 1)) part.nested = part.group << draw(0, 2);
+    if (part.nested && inner % part.nested) part.nested = part.group;
+    for (int i = 0; i < 32; ++i) part.table[i / 16][i % 16] = static_cast<uint8_t>(draw(1, 255));
+    const long groups = inner / part.group, given = 1L * part.outs * in / (part.bits < 8 ? 2 : 1);
+    Array<uint8_t> codes(new uint8_t[given]), multiples(new uint8_t[part.outs * groups]);
+    for (long i = 0; i < part.outs * groups; ++i) multiples[i] = static_cast<uint8_t>(draw(0, 255));
+    for (long i = 0; i < given; ++i) codes[i] = static_cast<uint8_t>(draw(0, 255));
     Array<half> halves(new half[part.outs * groups]);
     for (long i = 0; i < part.outs * groups; ++i) halves[i].bits = static_cast<uint16_t>(draw(0, 0x7bff));
     factors[p] = numbers<float>(part.outs);
     packed[p].reset(new uint8_t[quantized_size(&part, inner)]);
     part.factors = factors[p].get();
     part.packed = packed[p].get();
-    pack_quantized(&part, codes.get(), part.scales ? halves.get() : nullptr, part.offsets ? halves.get() : nullptr, in,
-                   inner, threads);
+    pack_quantized(&part, codes.get(), part.scales ? halves.get() : nullptr, part.offsets ? halves.get() : nullptr,
+                   multiples.get(), in, inner, threads);
     outs += part.outs;
   }
   Array<int32_t> order(new int32_t[in]);

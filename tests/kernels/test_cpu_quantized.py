@@ -17,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.quantized_linear import CompiledQuantizedLinear
-from quire.kernels.quantized_tensors import GroupedWeight
+from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.tiers import examples
@@ -38,6 +38,67 @@ def made(
     scales = torch.rand((outs, inner // group), generator=generator) * 0.01 + 0.001
     random_offsets = torch.randn((outs, inner // group), generator=generator) * 0.02
     return GroupedWeight(codes, scales.half().float(), random_offsets.half().float() if offsets else None)
+
+
+def made_of_few_values(
+    outs: int, inner: int, group: int, *, count: int, generator: torch.Generator, offsets: bool = False
+) -> GroupedWeight:
+    """Codes of `count` values, and nested scales that half floats hold exactly."""
+    codes = torch.randint(0, count, (outs, inner), generator=generator, dtype=torch.uint8)
+    values = tuple(torch.randperm(255, generator=generator)[:count].sub(127).tolist())
+    least, most = (0, 16) if offsets else (-32, 32)
+    multiples = torch.randint(least, most, (2, outs, inner // group), generator=generator, dtype=torch.int8)
+    blocks = torch.ldexp(torch.ones(2, outs, inner // 256), torch.randint(-14, -8, (2, outs, inner // 256)))
+    nested = (NestedScales(blocks[0], multiples[0]), NestedScales(-blocks[1], multiples[1]))
+    packed_codes, numbers = codes[:, ::2] | codes[:, 1::2] << 4, [each.to_groups() for each in nested]
+    return GroupedWeight(
+        packed_codes, numbers[0], numbers[1] if offsets else None, values, nested=nested if offsets else nested[:1]
+    )
+
+
+@pytest.mark.parametrize("group", [16, 64])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("count", "bits"), [(3, 2), (4, 2), (6, 3), (8, 3), (16, 4)])
+def test_codes_of_few_values_and_nested_scales_equal_four_bits(
+    cpu: CpuBackend, count: int, bits: int, offsets: bool, group: int, generator: torch.Generator
+) -> None:
+    """The same bits as codes of 4 bits with a half float for each group give, in less memory."""
+    outs, inner = 70, 512
+    weight = made_of_few_values(outs, inner, group, count=count, generator=generator, offsets=offsets)
+    plain = replace(weight, nested=())
+    assert weight.code_values is not None
+    wide = replace(plain, code_values=weight.code_values + (0,) * (16 - count))
+    bias = torch.randn(outs, generator=generator)
+    x = torch.randn((33, inner), generator=generator) * torch.randn(inner, generator=generator).exp()
+    for dtype in (torch.float32, torch.bfloat16):
+        nested_linear, plain_linear, wide_linear = (
+            cpu.pack_quantized([each], bias, dtype=dtype, wide=True) for each in (weight, plain, wide)
+        )
+        tables = [cpu.pack_quantized_embedding(each, dtype=dtype, tied=False) for each in (weight, wide)]
+        first, second = (each.embed_tokens(torch.arange(outs)) for each in tables)
+        assert torch.equal(first, second)
+        for rows in (1, 2, 7, 33):
+            some = x[:rows].to(dtype)
+            wanted = wide_linear(some, NO_ADAPTERS)
+            assert torch.equal(nested_linear(some, NO_ADAPTERS), wanted)
+            assert torch.equal(plain_linear(some, NO_ADAPTERS), wanted)
+            assert torch.equal(nested_linear(some[-1:], NO_ADAPTERS), wanted[-1:])
+    assert isinstance(nested_linear, CompiledQuantizedLinear)
+    padded, halves = 96, 2 if offsets else 1
+    assert nested_linear.nbytes == padded * (inner * bits // 8 + inner // group + inner // 256 * 2 * halves) + 4 * outs
+
+
+def test_parts_of_few_values_are_fused_with_others(cpu: CpuBackend, generator: torch.Generator) -> None:
+    weights = [
+        made_of_few_values(40, 256, 16, count=4, generator=generator, offsets=True),
+        made_of_few_values(33, 256, 16, count=4, generator=generator, offsets=True),
+        made_of_few_values(32, 256, 32, count=6, generator=generator),
+        made(50, 256, 32, bits=8, generator=generator),
+    ]
+    x = torch.randn((5, 256), generator=generator).bfloat16()
+    linear = packed(cpu, weights)
+    wanted = torch.cat([expected(x, each, linear.activation_block_size) for each in weights], 1)
+    assert error(linear(x, NO_ADAPTERS), wanted) < 1e-6
 
 
 OUTLIERS = {"8": torch.inf, "auto": 0.4, "16": 0.0}

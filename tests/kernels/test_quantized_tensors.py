@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, NestedScales
 
 OUTS, INNER, GROUP = 5, 64, 16
 
@@ -50,3 +50,24 @@ def test_float8_weight_dequantizes_codes_by_block_scale(outs: int, inner: int, b
     for out in range(0, outs, 7):
         for i in range(0, inner, 5):
             assert dequantized[out, i] == codes[out, i].float() * scales[out // block[0], i // block[1]]
+
+
+def test_nested_scales_keep_their_groups_when_narrowed_or_appended() -> None:
+    multiples = torch.arange(3 * 8, dtype=torch.int8).view(3, 8)
+    nested = NestedScales(numbers(3, 2), multiples)
+    groups = nested.to_groups()
+    assert groups[2, 5] == nested.blocks[2, 1] * multiples[2, 5]
+    narrowed = nested.narrow(range(1, 3), range(4, 8))
+    assert narrowed is not None
+    assert torch.equal(narrowed.to_groups(), groups[1:, 4:])
+    assert nested.narrow(None, range(2, 8)) is None, "half a block"
+    assert torch.equal(nested.append_outputs(nested).to_groups(), torch.cat((groups, groups)))
+
+
+def test_nested_halves_are_exact_beside_an_unused_block() -> None:
+    scale = torch.tensor(3e-5).half().float().item()
+    nested = NestedScales(torch.tensor([[scale, 60000.0]]), torch.tensor([[1, 31, 0, 0]], dtype=torch.int8))
+    weight = GroupedWeight(torch.zeros((1, 128), dtype=torch.uint8), nested.to_groups(), nested=(nested,))
+    factors, (halves,), multiples = weight.to_factors_and_nested_halves()
+    assert (halves.float() * factors).tolist() == [[scale, 0.0]]
+    assert multiples.tolist() == [[1, 31, 0, 0]]

@@ -109,12 +109,18 @@ INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2
 
 @pytest.mark.parametrize(("outs", "inner", "group"), INTEGERS)
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_tiled_quantized_linear_equals_vector_kernels(
     tiles: CpuBackend, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
 ) -> None:
     """Single rows and tiles of any size; some, all or none of the blocks of x in 16 bits; embeddings too."""
-    weight = test_cpu_quantized.made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
+    if bits < 4:
+        inner, group = 512, 1 << group.bit_length() // 2 + 3
+        weight = test_cpu_quantized.made_of_few_values(
+            outs, inner, group, count=2**bits, generator=generator, offsets=offsets
+        )
+    else:
+        weight = test_cpu_quantized.made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
     x = torch.randn((70, inner), generator=generator) * torch.randn(inner, generator=generator).exp()
     bias = torch.randn(outs, generator=generator)
     ids = torch.arange(outs)

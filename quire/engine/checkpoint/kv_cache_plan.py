@@ -320,6 +320,7 @@ def check_weights_fit_memory(
     min_bytes = (
         weights.num_floats * (bytes_per_weight if quantization is None else QUANTIZED_BITS[quantization] / 8)
         + weights.packed_bytes
+        + weights.cpu_expansion
     )
     if min_bytes > min(free, available_host_bytes(meminfo)):
         sizes = f"take {min_bytes / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"

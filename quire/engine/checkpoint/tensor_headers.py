@@ -69,6 +69,10 @@ class CheckpointSize(NamedTuple):
     packed_bytes: int
     """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
+    """Bits per element of a quantized embedding, which may be the tied head."""
+    cpu_expansion: int = 0
+    """Bytes that packed tensors take in a CPU's memory beyond packed_bytes."""
+    gpu_expansion: int = 0
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -177,20 +181,26 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
+    """Quantized tensors stay quantized."""
     floats = packed_bytes = 0
+    cpu_bytes = gpu_bytes = 0.0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
     for name, tensor in tensors.items():
         if excluded_pattern is not None and excluded_pattern.search(name):
             continue
-        if tensor.type.name in FLOAT_TYPES:
+        if (form := tensor.type.held_form) is None:
             floats += tensor.num_elements
         else:
             packed_bytes += tensor.nbytes
+            cpu_bytes += tensor.num_elements * form.bits_per_weight(gpu=False) / 8
+            gpu_bytes += tensor.num_elements * form.bits_per_weight(gpu=True) / 8
     embedding = tensors.get(EMBEDDING_TENSOR)
     return CheckpointSize(
         floats,
         packed_bytes,
         None if embedding is None or embedding.type.name in FLOAT_TYPES else embedding.type.bits_per_weight,
+        round(cpu_bytes) - packed_bytes,
+        round(gpu_bytes) - packed_bytes,
     )
 
 

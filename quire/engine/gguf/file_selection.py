@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from quire.engine.common.errors import ModelError
 from quire.engine.gguf.file_names import GGUF_SUFFIX, PART_PATTERN
 
-_QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?)"
+_QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?|NVFP4)"
 _TAG_PATTERN = re.compile(rf"(?:^|[-_. ])({_QUANT_PATTERN})$", re.IGNORECASE)
 _NON_MODEL_PREFIXES = ("mmproj", "imatrix")
 PREFERRED_TAG = "Q4_K_M"
@@ -24,6 +24,7 @@ _TAG_PREFERENCE = (
     "IQ4_NL",
     "MXFP4",
     "MXFP4_MOE",
+    "NVFP4",
     "Q4_K",
     "Q5_K_M",
     "Q5_K_S",
@@ -40,19 +41,31 @@ _TAG_PREFERENCE = (
     "Q3_K_M",
     "Q3_K",
     "Q3_K_S",
+    "IQ3_M",
+    "IQ3_S",
+    "IQ3_XS",
+    "IQ3_XXS",
     "Q8_0",
     "Q8_K_XL",
     "Q2_K_XL",
     "Q2_K_L",
     "Q2_K",
     "Q2_K_S",
+    "IQ2_M",
+    "IQ2_S",
+    "IQ2_XS",
+    "IQ2_XXS",
     "BF16",
     "F16",
     "FP16",
     "F32",
     "FP32",
+    "TQ2_0",
+    "TQ1_0",
+    "IQ1_M",
+    "IQ1_S",
 )
-"""Four bits, then slightly more, then fewer, then more."""
+"""Four bits, then slightly more, then fewer, then more, then fewer than two."""
 
 
 def file_tag(path: str) -> str:

@@ -72,13 +72,17 @@ class LinearSlice:
             _narrow_axis(weight.scales, self.output_range, 0),
         )
         offsets = None if weight.offsets is None else _narrow_axis(weight.offsets, self.output_range, 0)
+        groups = None
         if self.input_range is not None:
             codes = _narrow_axis(codes, _span_in_units(self.input_range, 8 // weight.bits, linear), 1)
             if scales.shape[1] > 1:
                 groups = _span_in_units(self.input_range, weight.group_size, linear)
                 scales = _narrow_axis(scales, groups, 1)
                 offsets = None if offsets is None else _narrow_axis(offsets, groups, 1)
-        return replace(weight, codes=codes.contiguous(), scales=scales, offsets=offsets)
+        nested = tuple(
+            narrowed for each in weight.nested if (narrowed := each.narrow(self.output_range, groups)) is not None
+        )
+        return replace(weight, codes=codes.contiguous(), scales=scales, offsets=offsets, nested=nested)
 
     def _slice_float8(self, weight: Float8Weight, linear: str) -> Float8Weight:
         codes = weight.codes

@@ -13,10 +13,11 @@ struct QuantizedPart {
   uint8_t* packed;
   const float* factors;  // [outs]: final factor of each output
   int outs, bits;
-  int group;          // inputs per scale; all inputs with the padding, if the factors are the only scales
-  int scales;         // whether groups have scales, and
-  int offsets;        // whether they also have offsets
-  uint8_t table[16];  // the value of each 4-bit code, plus 128
+  int group;    // inputs that share a scale; all of them, with the padding, if there are no scales but the factors
+  int scales;   // whether groups have scales, and
+  int offsets;  // whether they have offsets as well
+  int nested;   // inputs that share a half float, of which groups' scales are small multiples; 0: these are half floats
+  uint8_t table[2][16];  // what a nibble's lowest bits stand for, plus 128; of 2-bit codes, its highest bits
 };
 
 struct QuantizedLinear {
@@ -140,7 +141,7 @@ EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int thre
 EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
 EXPORTED long quantized_size(const QuantizedPart* part, int inner);
 EXPORTED void pack_quantized(const QuantizedPart* part, const uint8_t* codes, const half* scales, const half* offsets,
-                             int in, int inner, int threads);
+                             const uint8_t* multiples, int in, int inner, int threads);
 EXPORTED void pack_float8(const uint8_t* codes, uint8_t* packed, int in, int outs, int threads);
 EXPORTED void draw_f32(const float* logits, const double* filters, const double* u, int64_t* out, long rows, long size,
                        int threads);

@@ -38,8 +38,8 @@ class QuantizedPart(ctypes.Structure):
 
     _fields_ = [
         *[(name, _POINTER) for name in ("packed", "factors")],
-        *[(name, _INT) for name in ("outs", "bits", "group", "scales", "offsets")],
-        ("table", ctypes.c_uint8 * 16),
+        *[(name, _INT) for name in ("outs", "bits", "group", "scales", "offsets", "nested")],
+        ("table", ctypes.c_uint8 * 16 * 2),
     ]
 
 
@@ -288,7 +288,7 @@ _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
     "quantized_size": [_POINTER, _INT],
-    "pack_quantized": [*[_POINTER] * 4, *[_INT] * 3],
+    "pack_quantized": [*[_POINTER] * 5, *[_INT] * 3],
     "pack_float8": [*[_POINTER] * 2, *[_INT] * 3],
     "argmax_f32": [_POINTER, _POINTER, _LONG, _LONG, _INT],
     "draw_f32": [*[_POINTER] * 4, _LONG, _LONG, _INT],

@@ -1,12 +1,14 @@
-// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h). Rows of x are quantized too, once for all outputs, and
-// products of integers are summed exactly. The sum of a block is multiplied by the scales of x and of the weight and
-// added to a float32, in the order of the blocks. So a row's result has the same bits in every batch.
+// x @ weight.T + bias for weights of 8, 4, 3 or 2 bits (quantized.h): rows of x are quantized too, once for all
+// outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
+// weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
+// every batch.
 //
-// Rows and threads are those of linear.cpp. Tiles of rows are fixed when they are quantized. 4-bit codes become bytes
-// meanwhile. If there are so many rows that a panel is read several times, the bytes are stored for the next tiles.
-// Matrix tiles, if available, multiply with the same bits (tiles/quantized_tiles.h).
+// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. Smaller codes become bytes
+// on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
+// Where there are matrix tiles they multiply (tiles/quantized_tiles.h), and give the same bits.
 #include "kernels.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "quantization/panel.h"
@@ -19,21 +21,7 @@
 
 namespace {
 
-template <bool kNibbles>
-struct Codes {
-  const uint8_t* at;
-  Words table;
-
-  // For step `first` + i; `first` is even.
-  __attribute__((always_inline)) Words load(int first, int i, int column) const {
-    const uint8_t* from = kNibbles ? at + (first / 2 + i / 2) * kStepBytes : at + (first + i) * kStepBytes;
-    const Words words = wload(reinterpret_cast<const uint32_t*>(from) + 16 * column);
-    if constexpr (!kNibbles) return words;
-    return i % 2 ? look_up_high(table, words) : look_up_low(table, words);
-  }
-};
-
-// True if a tile of R rows may be one of several, for which bytes are stored. Such tiles are of nearly equal size.
+// Whether a tile of R rows may be one of several, for which bytes are kept: these are of nearly equal size.
 template <int R>
 constexpr bool kMayKeep = 2 * R >= kRows;
 
@@ -52,8 +40,8 @@ INLINE void multiply_step(Words (&acc)[R][C], const Words (&weights)[C], const i
 }
 
 // acc[r][c] += the products of a block of `steps` steps: R rows, packed in a tile, with C columns of 16 outputs.
-template <int R, int C, bool kNibbles>
-INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, const int8_t* x, int column, int steps,
+template <int R, int C, int kBits>
+INLINE void multiply_block(Words (&acc)[R][C], const Codes<kBits>& codes, const int8_t* x, int column, int steps,
                            uint8_t* keep, Ahead& ahead) {
   for (int s = 0; s < steps; s += kTogether, x += 4 * kCodeBytes * kTogether * R) {
     ahead.step();
@@ -61,7 +49,7 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
     for (int i = 0; i < kTogether; ++i) {
       Words weights[C];
       UNROLLED (c, C) weights[c] = codes.load(s, i, column + c);
-      if (kNibbles && kMayKeep<R> && keep)
+      if (kBits < 8 && kMayKeep<R> && keep)
         UNROLLED (c, C)
           wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
       multiply_step(acc, weights, x + 4 * kCodeBytes * i);
@@ -81,25 +69,24 @@ INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Ve
 }
 
 // Multiplies a tile of R rows with C columns of 16 outputs of a panel.
-template <int R, int C, bool kNibbles, Form kForm, class O>
+template <int R, int C, int kBits, Form kForm, class O>
 void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& ahead) {
   const int block = panel.block, steps = block / 4;
-  const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
+  const long code_bytes = static_cast<long>(block) * kOuts * kBits / 8;
   // As in linear.cpp: stores that miss the cache would delay the next tile.
   UNROLLED (r, R)
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
   Vec sums[R][C];
   UNROLLED (r, R)
     UNROLLED (c, C) sums[r][c] = vset(0.0f);
-  Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
+  Codes<kBits> codes = {panel.kept, {wtable(panel.part.table[0]), wtable(panel.part.table[1])}};
   uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
   const uint8_t* group = panel.groups;
   const int8_t* x = tile.x;
   const BlockOfRow* of_row = tile.blocks;
   Ahead nothing;
-  for (; group < panel.end; group += panel.group_bytes) {
+  for (long number = 0; group < panel.end; group += panel.group_bytes, ++number) {
     if (!panel.is_kept) codes.at = group + panel.header;
-    const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
       UNROLLED (r, R)
@@ -110,13 +97,15 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
           UNROLLED (c, C) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
         if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
       }
-      UNROLLED (r, R)
-        UNROLLED (c, C) {
+      UNROLLED (c, C) {
+        const GroupScales of_group = load_scales<kForm>(panel.part, panel.begin, group, number, column + c);
+        UNROLLED (r, R) {
           const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
-          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
-          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
-                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), of_group.offsets, sums[r][c]);
+          sums[r][c] =
+              kForm == kCodes ? vfma(exact, scale, sums[r][c]) : vfma(vmul(exact, scale), of_group.scales, sums[r][c]);
         }
+      }
       x += block * kCodeBytes * R;
       of_row += R;
       codes.at += code_bytes;
@@ -126,13 +115,13 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   finish(panel, tile, column, sums);
 }
 
-template <int R, bool kNibbles, class O>
+template <int R, int kBits, class O>
 void multiply_panel(const Panel& panel, const Tile<O>& tile, Ahead& ahead) {
   constexpr int C = kTileColumns<R>;
   const QuantizedPart& part = panel.part;
-  const auto multiply = part.offsets  ? multiply_tile<R, C, kNibbles, kOffsets, O>
-                        : part.scales ? multiply_tile<R, C, kNibbles, kScales, O>
-                                      : multiply_tile<R, C, kNibbles, kCodes, O>;
+  const auto multiply = part.offsets  ? multiply_tile<R, C, kBits, kOffsets, O>
+                        : part.scales ? multiply_tile<R, C, kBits, kScales, O>
+                                      : multiply_tile<R, C, kBits, kCodes, O>;
   for (int column = 0; column < kOuts / 16; column += C) multiply(panel, tile, column, ahead);
 }
 
@@ -142,7 +131,7 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
                     const uint8_t* next, long next_bytes, Fetch* meanwhile) {
   const long count = end - begin;
   const long times = rows.inner / (4 * kTogether);
-  if (panel.part.bits == 4 && count > 1) panel.kept = reinterpret_cast<uint8_t*>(scratch(1L * rows.inner * kOuts));
+  if (panel.part.bits < 8 && count > 1) panel.kept = reinterpret_cast<uint8_t*>(scratch(1L * rows.inner * kOuts));
   long row = rows.first(begin);
   for (long t = begin; t < end; ++t) {
     const long from = next_bytes * (t - begin) / count / 64 * 64, next_row = rows.first(t + 1);
@@ -155,9 +144,8 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
       multiply_by_tiles(panel, rows, tile, static_cast<int>(next_row - row), ahead);
     } else {
       with_rows(next_row - row, [&](auto r) {
-        const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
-        const auto multiply = nibbles ? multiply_panel<r(), true, O> : multiply_panel<r(), false, O>;
-        multiply(panel, tile, ahead);
+        with_bits(panel.is_kept ? 8 : panel.part.bits,
+                  [&](auto bits) { multiply_panel<r(), bits(), O>(panel, tile, ahead); });
       });
     }
     panel.is_kept = panel.kept != nullptr;
@@ -176,11 +164,12 @@ Panel find_panel(const PackedLinear& l, int inner, long panel) {
   const long at = panel * kOuts;
   const float* bias = l.bias ? static_cast<const float*>(l.bias) + first + at : nullptr;
   const int outs = static_cast<int>(part->outs - at < kOuts ? part->outs - at : kOuts);
-  const uint8_t* groups = part->packed + panel * panel_bytes(*part, inner);
+  const uint8_t* begin = part->packed + panel * panel_bytes(*part, inner);
   const int block = l.quantized->block;
   return {*part,
-          groups,
-          groups + panel_bytes(*part, inner),
+          begin,
+          begin + nested_bytes(*part, inner),
+          begin + panel_bytes(*part, inner),
           group_bytes(*part),
           header_bytes(*part),
           block,
@@ -242,7 +231,7 @@ void multiply_part(const PackedLinear& l, const T* x, O* out, long rows, int thr
       long bytes = 0;
       if (next < panels && end - begin > 1) {
         const Panel after = find_panel(l, inner, next);
-        following = after.groups;
+        following = after.begin;
         bytes = panel_bytes(after.part, inner);
       }
       multiply_tiles(find_panel(l, inner, number), to, begin, end, out, l.outs, following, bytes, meanwhile);
@@ -268,22 +257,21 @@ void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads,
 // The weights of one output, as T: a row of an embedding.
 template <class T>
 void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
-  const Panel panel = find_panel(l, inner, 0);  // a table has one part
-  const QuantizedPart& part = panel.part;
+  const QuantizedPart& part = *l.quantized->parts;  // a table has one
   const int lane = static_cast<int>(id % kOuts);
-  const uint8_t* groups = part.packed + id / kOuts * panel_bytes(part, inner);
-  for (int g = 0; g * part.group < l.in; ++g, groups += group_bytes(part)) {
-    float lanes[2][16] = {};
-    for (int i = 0; i < (part.scales != 0) + (part.offsets != 0); ++i)
-      vstore(lanes[i], vload(reinterpret_cast<const half*>(groups) + i * kOuts + lane / 16 * 16));
-    const float scale = part.scales ? lanes[0][lane % 16] : 1.0f, offset = lanes[1][lane % 16];
-    const uint8_t* codes = groups + header_bytes(part) + lane * 4;
+  const uint8_t* begin = part.packed + id / kOuts * panel_bytes(part, inner);
+  const uint8_t* group = begin + nested_bytes(part, inner);
+  const auto load = part.offsets ? load_scales<kOffsets> : part.scales ? load_scales<kScales> : load_scales<kCodes>;
+  for (int g = 0; g * part.group < l.in; ++g, group += group_bytes(part)) {
+    float scales[16], offsets[16];
+    const GroupScales of_group = load(part, begin, group, g, lane / 16);
+    vstore(scales, of_group.scales);
+    vstore(offsets, of_group.offsets);
     for (int i = 0; i < part.group && g * part.group + i < l.in; ++i) {
-      const int step = i / 4, byte = i % 4;
-      const int nibble = part.bits == 4 ? codes[step / 2 * kStepBytes + byte] >> step % 2 * 4 & 15 : 0;
-      const int code = part.bits == 4 ? part.table[nibble] - 128 : value_of(codes[step * kStepBytes + byte]);
+      const int code = code_at(group + header_bytes(part), part.bits, i, lane);
+      const int number = part.bits == 8 ? value_of(static_cast<uint8_t>(code)) : part.table[0][code] - 128;
       const int from = g * part.group + i;
-      const float value = (static_cast<float>(code) * scale + offset) * part.factors[id];
+      const float value = (static_cast<float>(number) * scales[lane % 16] + offsets[lane % 16]) * part.factors[id];
       vstore_first(out + (l.quantized->order ? l.quantized->order[from] : from), vset(value), 1);
     }
   }
@@ -308,42 +296,41 @@ EXPORTED long quantized_size(const QuantizedPart* part, int inner) {
   return panels_of(*part) * panel_bytes(*part, inner);
 }
 
-// Packs codes [outs][in] (or [outs][in / 2] with the even input's code in the low half), scales and offsets
-// [outs][groups] of a part whose other fields are set. Scales and offsets may be null if the part has none.
+// Packs codes [outs][in] (or, of less than 8 bits, [outs][in / 2] with the even input's code in the low half), scales
+// and offsets [outs][groups], or [outs][inner / nested] with multiples [outs][groups], of a part whose other fields are
+// set. Scales and offsets may be null as the part says.
 EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, const half* scales, const half* offsets,
-                             int in, int inner, int threads) {
+                             const uint8_t* multiples, int in, int inner, int threads) {
   const QuantizedPart& part = *to;
-  const int groups = inner / part.group;
+  const int groups = inner / part.group, scaled = part.nested ? inner / part.nested : groups;
   const auto code = [&](long out, int i) -> int {
     const bool there = out < part.outs && i < in;
-    if (part.bits == 4) return there ? codes[(out * in + i) / 2] >> i % 2 * 4 & 15 : 0;
+    if (part.bits < 8) return there ? codes[(out * in + i) / 2] >> i % 2 * 4 & ((1 << part.bits) - 1) : 0;
     return code_of(there ? codes[out * in + i] : 0);
+  };
+  const auto put_halves = [&](half* at, long panel, int index) {
+    for (const half* from : {part.scales ? scales : nullptr, part.offsets ? offsets : nullptr}) {
+      if (!from) continue;
+      for (long o = 0; o < kOuts; ++o, ++at) {
+        const long out = panel * kOuts + o;
+        *at = out < part.outs ? from[out * scaled + index] : half{0};
+      }
+    }
+    return at;
   };
   parallel_for(threads, panels_of(part), [&](long panel) {
     uint8_t* group = part.packed + panel * panel_bytes(part, inner);
+    std::fill_n(group, panel_bytes(part, inner), uint8_t{0});
+    for (int b = 0; part.nested && b < scaled; ++b)
+      group = reinterpret_cast<uint8_t*>(put_halves(reinterpret_cast<half*>(group), panel, b));
     for (int g = 0; g < groups; ++g, group += group_bytes(part)) {
-      auto* halves = reinterpret_cast<half*>(group);
-      for (const half* from : {part.scales ? scales : nullptr, part.offsets ? offsets : nullptr}) {
-        if (!from) continue;
-        for (long o = 0; o < kOuts; ++o, ++halves) {
-          const long out = panel * kOuts + o;
-          *halves = out < part.outs ? from[out * groups + g] : half{0};
-        }
+      if (!part.nested) put_halves(reinterpret_cast<half*>(group), panel, g);
+      for (int o = 0; o < kOuts; ++o) {
+        const long out = panel * kOuts + o;
+        if (part.nested && out < part.outs) group[o] = multiples[out * groups + g];
+        for (int i = 0; i < part.group; ++i)
+          put_code(group + header_bytes(part), part.bits, i, o, code(out, g * part.group + i));
       }
-      uint8_t* at = group + header_bytes(part);
-      for (int o = 0; o < kOuts; ++o)
-        for (int i = 0; i < part.group; i += 4) {
-          const long out = panel * kOuts + o;
-          for (int b = 0; b < 4; ++b) {
-            const int value = code(out, g * part.group + i + b), step = i / 4;
-            if (part.bits == 8)
-              at[step * kStepBytes + o * 4 + b] = static_cast<uint8_t>(value);
-            else if (step % 2 == 0)
-              at[step / 2 * kStepBytes + o * 4 + b] = static_cast<uint8_t>(value);
-            else
-              at[step / 2 * kStepBytes + o * 4 + b] |= static_cast<uint8_t>(value << 4);
-          }
-        }
     }
   });
 }

@@ -8,11 +8,13 @@
 // If instructions multiply bytes, an integer is two bytes: 256 * high + low, from -128 to 127. A sum over the high ones
 // is shifted, and continues over the low ones if any row of the tile has low bytes other than 0.
 //
-// Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if any, as
-// half floats, then its codes. Codes are unsigned, as the instructions require: a value plus 128, for which a sum
-// starts at -128 times the sum of x. Codes for matrix tiles are the signed values. A step is 4 inputs for 32 outputs:
-// 32 words, the inputs of an output beside each other. With 4-bit codes, the low halves of 128 bytes are one step, the
-// high halves are the next.
+// Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if there are
+// any, as half floats, then its codes. Codes are unsigned, as the instructions want them: a value plus 128, for which a
+// sum starts at -128 times the sum of x. Those of matrix tiles are the values, signed. A step is 4 inputs for 32
+// outputs: 32 words, the inputs of an output beside each other. quantization/codes.h says how smaller codes are packed.
+//
+// Scales may be nested: a panel then begins with half floats, 32 for each `nested` inputs and 32 more of offsets, and
+// groups have 32 bytes of multiples instead: signed bytes or, with offsets, two nibbles, the offset's the high one.
 #pragma once
 
 #include "panels.h"
@@ -28,11 +30,18 @@ constexpr int kMostInBlock = 96;
 constexpr int kTogether = 4;  // steps that are unrolled: a block has a multiple of them
 constexpr int kStepBytes = 4 * kOuts;
 
-INLINE long header_bytes(const QuantizedPart& part) { return 2L * kOuts * ((part.scales != 0) + (part.offsets != 0)); }
+INLINE long header_bytes(const QuantizedPart& part) {
+  return part.nested ? kOuts : 2L * kOuts * ((part.scales != 0) + (part.offsets != 0));
+}
 INLINE long group_bytes(const QuantizedPart& part) {
   return header_bytes(part) + static_cast<long>(part.group) * kOuts * part.bits / 8;
 }
-INLINE long panel_bytes(const QuantizedPart& part, int inner) { return inner / part.group * group_bytes(part); }
+INLINE long nested_bytes(const QuantizedPart& part, int inner) {
+  return part.nested ? 2L * kOuts * (1 + (part.offsets != 0)) * (inner / part.nested) : 0;
+}
+INLINE long panel_bytes(const QuantizedPart& part, int inner) {
+  return nested_bytes(part, inner) + inner / part.group * group_bytes(part);
+}
 INLINE long panels_of(const QuantizedPart& part) { return (part.outs + kOuts - 1) / kOuts; }
 
 // A code of 8 bits for a value of -128 to 127, which is given as a byte, and the value of a code.

@@ -91,20 +91,37 @@ class _PackedPart:
 
 def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inner: int) -> _PackedPart:
     outs, width = weight.shape
-    factors, scales, offsets = weight.to_factors_and_half_scales()
-    halves = [each.contiguous() for each in (scales, offsets) if each is not None]
-    part = native_library.QuantizedPart(None, factors.data_ptr(), outs, weight.bits)
+    multiples = None
+    if weight.nested:
+        factors, halves, multiples = weight.to_factors_and_nested_halves()
+    else:
+        factors, scales, offsets = weight.to_factors_and_half_scales()
+        halves = [each for each in (scales, offsets) if each is not None]
+    halves = [each.contiguous() for each in halves]
+    multiples = None if multiples is None else multiples.contiguous()
+    part = native_library.QuantizedPart(None, factors.data_ptr(), outs, _held_bits(weight))
     part.group = inner if weight.scales.shape[1] == 1 else weight.group_size
     part.scales, part.offsets = len(halves) > 0, len(halves) > 1
-    values = range(-8, 8) if weight.code_values is None else weight.code_values
-    part.table[:] = [value + 128 for value in values]
+    part.nested = _nested_block_size(weight)
+    values = list(range(-8, 8)) if weight.code_values is None else list(weight.code_values)
+    values += [0] * (2**part.bits - len(values)) if part.bits < 8 else []
+    low_bits_table = [values[code % len(values)] + 128 for code in range(16)]
+    part.table[0][:] = low_bits_table
+    part.table[1][:] = [low_bits_table[code // 4] for code in range(16)]
     memory = library.weight_arena.allocate_bytes(library.quantized_size(ctypes.addressof(part), inner))
     part.packed = memory.data_ptr()
     pointers = [each.data_ptr() for each in halves] + [None] * (2 - len(halves))
+    pointers.append(None if multiples is None else multiples.data_ptr())
     codes = weight.codes.contiguous()
     threads = torch.get_num_threads()
     library.pack_quantized(ctypes.addressof(part), codes.data_ptr(), *pointers, width, inner, threads)
     return _PackedPart(part, memory, factors)
+
+
+def _held_bits(weight: GroupedWeight) -> int:
+    """Codes of few values take fewer than 4 bits."""
+    count = 16 if weight.code_values is None else len(weight.code_values)
+    return weight.bits if weight.bits == 8 or count > 8 else 3 if count > 4 else 2
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
@@ -119,10 +136,16 @@ def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWei
     for each in weights[1:]:
         last = merged[-1]
         same_format = (each.bits, each.group_size, each.code_values) == (last.bits, last.group_size, last.code_values)
-        if not same_format or (each.offsets is None) != (last.offsets is None):
+        same_nesting = _nested_block_size(each) == _nested_block_size(last)
+        if not same_format or not same_nesting or (each.offsets is None) != (last.offsets is None):
             merged.append(each)
             continue
         offsets = None if each.offsets is None or last.offsets is None else torch.cat((last.offsets, each.offsets))
         codes, scales = torch.cat((last.codes, each.codes)), torch.cat((last.scales, each.scales))
-        merged[-1] = replace(last, codes=codes, scales=scales, offsets=offsets)
+        nested = tuple(a.append_outputs(b) for a, b in zip(last.nested, each.nested, strict=True))
+        merged[-1] = replace(last, codes=codes, scales=scales, offsets=offsets, nested=nested)
     return merged
+
+
+def _nested_block_size(weight: GroupedWeight) -> int:
+    return weight.group_size * weight.nested[0].groups_per_block if weight.nested else 0

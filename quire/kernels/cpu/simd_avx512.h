@@ -127,6 +127,18 @@ INLINE Words look_up_low(Words table, Words codes) {
 }
 INLINE Words look_up_high(Words table, Words codes) { return look_up_low(table, _mm512_srli_epi16(codes, 4)); }
 
+// The highest bits of 3 vectors' nibbles, as nibbles.
+INLINE Words join_high_bits(Words a, Words b, Words c) {
+  constexpr int kOrMasked = 0xf8;  // a | (b & c)
+  a = _mm512_and_si512(_mm512_srli_epi32(a, 3), _mm512_set1_epi8(0x11));
+  a = _mm512_ternarylogic_epi32(a, _mm512_srli_epi32(b, 2), _mm512_set1_epi8(0x22), kOrMasked);
+  return _mm512_ternarylogic_epi32(a, _mm512_srli_epi32(c, 1), _mm512_set1_epi8(0x44), kOrMasked);
+}
+INLINE Vec vload_nibbles(const uint8_t* p, bool high) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return to_floats(high ? _mm512_srli_epi32(bytes, 4) : _mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+}
+
 INLINE Vec vload(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

@@ -131,3 +131,8 @@ INLINE Words look_up_high(Words table, Words codes) {
   EACH codes.part[i] >>= 4;
   return look_up_low(table, codes);
 }
+// The highest bits of 3 vectors' nibbles, as nibbles.
+INLINE Words join_high_bits(Words a, Words b, Words c) {
+  EACH a.part[i] = (a.part[i] >> 3 & 0x11111111u) | (b.part[i] >> 2 & 0x22222222u) | (c.part[i] >> 1 & 0x44444444u);
+  return a;
+}

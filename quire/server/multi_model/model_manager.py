@@ -78,7 +78,7 @@ class ManagedModel:
             return int(engines * (info.weight_bytes + info.kv_bytes + info.state_bytes + _PROCESS_OVERHEAD_BYTES))
         stored = read_checkpoint_size(resolve_weights(config))
         width = 4 if config.dtype == "float32" else 2
-        weights = 0 if stored is None else stored.num_floats * width + stored.packed_bytes
+        weights = 0 if stored is None else stored.num_floats * width + stored.packed_bytes + stored.cpu_expansion
         return int((config.kv_cache_memory or 0) * 2**30 + engines * (weights + _PROCESS_OVERHEAD_BYTES))
 
 

@@ -61,6 +61,10 @@ def test_hub_url_that_names_no_model_is_rejected(name: str, says: str) -> None:
         ("qwen2.5-0.5b-instruct-q4_k_m.gguf", "Q4_K_M"),
         ("Q8_0/Model-Q8_0-00001-of-00002.gguf", "Q8_0"),
         ("model.IQ4_XS.gguf", "IQ4_XS"),
+        ("m-iq2_xxs.gguf", "IQ2_XXS"),
+        ("m-TQ1_0.gguf", "TQ1_0"),
+        ("m-UD-IQ1_S-00001-of-00003.gguf", "UD-IQ1_S"),
+        ("m-NVFP4.gguf", "NVFP4"),
         ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
         ("Qwen3-4B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
         ("gemma-3-4b-it-BF16.gguf", "BF16"),
@@ -90,6 +94,7 @@ def test_gguf_tag_selects_all_parts_of_one_model() -> None:
         (["F16", "Q8_0"], "Q8_0"),
         (["IQ2_M", "Q2_K"], "Q2_K"),
         (["UD-Q4_K_XL", "Q8_0"], "UD-Q4_K_XL"),
+        (["IQ1_S", "IQ2_XXS", "IQ3_M"], "IQ3_M"),
         (["IQ1_S"], "IQ1_S"),
     ],
 )

@@ -119,7 +119,8 @@ def test_gguf_logprobs_equal_safetensors_for_each_family(family: str, tmp_path: 
     "kinds",
     [
         *(("Q4_0", "Q8_0"), ("Q4_1", "Q5_1"), ("Q5_0", "F16"), ("Q4_K", "Q6_K"), ("Q5_K", "IQ4_XS")),
-        *(("Q2_K", "Q3_K"), ("IQ4_NL", "BF16"), ("MXFP4", "F32")),
+        *(("Q2_K", "Q3_K"), ("IQ4_NL", "BF16"), ("MXFP4", "F32"), ("IQ2_XXS", "IQ3_S"), ("IQ2_XS", "IQ3_XXS")),
+        *(("IQ2_S", "Q4_K"), ("IQ1_S", "IQ1_M"), ("TQ1_0", "TQ2_0"), ("NVFP4", "Q6_K")),
     ],
     ids="-".join,
 )

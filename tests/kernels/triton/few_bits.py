@@ -28,7 +28,9 @@ def grouped(
 ) -> GroupedWeight:
     """Scales and offsets have 11 bits, as in checkpoints, and differ from group to group."""
     if bits == 4:
-        codes = torch.randint(0, 256, (outs, inner // 2), generator=generator).to(torch.uint8)
+        count = 16 if values is None else len(values)
+        high, low = torch.randint(0, count, (2, outs, inner // 2), generator=generator).to(torch.uint8)
+        codes = high << 4 | low
     else:
         codes = torch.randint(-128, 128, (outs, inner), generator=generator).to(torch.int8)
     shape = (outs, inner // group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ WHOLE = {
     "4 bits, offsets": (32, 4, {"offset": True}),
     "4 bits, table": (32, 4, {"values": TABLE}),
     "4-bit floats": (32, 4, {"values": E2M1}),
+    "8 values": (32, 4, {"values": (8, 25, 43, 0, -8, -25, -43, -1)}),
+    "4 consecutive values": (16, 4, {"values": (-1, 0, 1, 2), "offset": True}),
     "4 bits, ordered": (64, 4, {"ordered": True}),
     "8 bits": (32, 8, {}),
     "8 bits, offsets, ordered": (64, 8, {"offset": True, "ordered": True}),
@@ -56,6 +60,16 @@ def test_linear_supports_all_group_sizes(
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
     assert linear.parts[0].rounds_activations == (bits == 8 and group == inner and not offset)
     assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantize().double().T) < 2e-6
+
+
+def test_codes_of_consecutive_values_need_no_table(generator: torch.Generator) -> None:
+    weight = grouped(35, 64, 16, 4, generator, values=tuple(range(-4, 4)))
+    packed = weight_packing.pack_group_quantized(weight)
+    centered = weight_packing.pack_group_quantized(replace(weight, codes=weight.codes + 0x44, code_values=None))
+    assert packed is not None
+    assert centered is not None
+    assert packed.kernel_form == centered.kernel_form
+    assert torch.equal(packed.codes, centered.codes)
 
 
 BLOCKS = [(70, 200), (1, 200), (128, 128), (32, 128), (1, 64), (48, 16)]

@@ -20,7 +20,7 @@ from quire.engine.layers.schemes.gguf import GGUFFormat
 from quire.engine.layers.schemes.mixed import MixedScheme
 from quire.engine.layers.schemes.online_quantization import Int8EmbeddingAndHeadScheme, OnlineQuantizedScheme
 from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter
-from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
+from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types, tensor_scales
 from quire.engine.worker.loading.stacked_experts import map_checkpoint_tensors
 from quire.engine.worker.loading.weight_loader import NamedTensors, TensorStream, checkpoint_stream
 from quire.engine.worker.loading.weight_mapper import WeightMapper, make_stored_module_name_lookup
@@ -144,6 +144,8 @@ def _open_gguf_weights(
     stored_types = linear_tensor_types(header, model_config)
     types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.map_module_name(name)}
     deltas = GGUFDeltaNetConverter(model_config)
-    schemes = {name: GGUFFormat(kind, deltas.input_order(name)) for name, kind in types.items()}
+    stored_scales = tensor_scales(header, model_config)
+    scales = {own: scale for name, scale in stored_scales.items() for own in weight_mapper.map_module_name(name)}
+    schemes = {name: GGUFFormat(kind, deltas.input_order(name), scales.get(name, 1.0)) for name, kind in types.items()}
     scheme = MixedScheme(backend, dtype, schemes.get, schemes.get("model.embed_tokens"))
     return CheckpointWeights(scheme, weight_mapper.map_stream(gguf_stream(header, model_config)), description)

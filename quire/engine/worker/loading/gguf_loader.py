@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter, gg
 from quire.engine.worker.loading.weight_loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALED_TYPE = "NVFP4"
 
 _KV_B_HALVES = (".k_b_proj.weight", ".v_b_proj.weight")
 """Newer files split kv_b_proj: [heads, latent, key] and [heads, value, latent]."""
@@ -36,9 +37,34 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
-        for name in _split_fused_names(_checkpoint_names(stored, tensor, config)[0])
         if tensor.type.name in SUPPORTED_QUANT_TYPES
+        for name in _split_fused_names(_checkpoint_names(stored, tensor, config)[0])
     }
+
+
+def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float]:
+    """NVFP4's factor of a whole tensor, or of each expert's part, by linear; 1 if missing. Raises ModelError."""
+    scales = dict[str, float]()
+    for stored_name, stored in header.tensors.items():
+        scale_name = stored_name.removesuffix("weight") + "scale"
+        if stored.type.name != _SCALED_TYPE or (scale := header.tensors.get(scale_name)) is None:
+            continue
+        names = _split_fused_names(_checkpoint_names(stored_name, stored, config)[0])
+        numbers = _read_tensor(scale_name, scale).float().flatten().tolist()
+        if scale.type.name not in _FLOATS or len(numbers) not in (1, len(names)):
+            raise ModelError(f"model: {scale_name} has the shape {list(scale.shape)}, expected a factor")
+        factors = numbers if len(numbers) == len(names) else numbers * len(names)
+        scales |= zip((name.removesuffix(".weight") for name in names), factors, strict=True)
+    return scales
+
+
+def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTensor]]:
+    """Omits NVFP4's scales; `input_scale` is of activations, which Quire scales by themselves."""
+    for name, tensor in header.tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        weight = header.tensors.get(f"{stem}.weight")
+        if suffix not in ("scale", "input_scale") or weight is None or weight.type.name != _SCALED_TYPE:
+            yield name, tensor
 
 
 def _split_fused_names(names: list[str]) -> list[str]:
@@ -68,7 +94,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if permutes else {}
     halves, deltas = dict[str, Tensor](), GGUFDeltaNetConverter(config)
     norm_offset = decoder_spec(config).norm.weight_offset
-    for stored_name, stored in header.tensors.items():
+    for stored_name, stored in _tensors_without_scales(header):
         names, stacked = _checkpoint_names(stored_name, stored, config)
         if not names or _is_draft_layer(stored_name, config):
             continue

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../fetch.h"
-#include "../quantized.h"
+#include "codes.h"
 
 namespace {
 
@@ -35,6 +35,7 @@ struct Ahead {
 // A panel of a part: its groups, and its codes as bytes if these are stored elsewhere.
 struct Panel {
   const QuantizedPart& part;
+  const uint8_t* begin;
   const uint8_t *groups, *end;
   long group_bytes, header;
   int block, per_group;         // inputs of a block; blocks of a group
@@ -58,5 +59,26 @@ struct Tile {
 // What a group has besides its codes.
 enum Form { kCodes, kScales, kOffsets };
 INLINE Form form_of(const QuantizedPart& part) { return part.offsets ? kOffsets : part.scales ? kScales : kCodes; }
+
+// What the codes of 16 outputs of a group are multiplied by, and what is added.
+struct GroupScales {
+  Vec scales, offsets;
+};
+
+template <Form kForm>
+INLINE GroupScales load_scales(const QuantizedPart& part, const uint8_t* panel, const uint8_t* group, long number,
+                               int column) {
+  if (kForm == kCodes) return {vset(1.0f), vset(0.0f)};
+  if (!part.nested) {
+    const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
+    return {vload(halves), kForm == kOffsets ? vload(halves + kOuts) : vset(0.0f)};
+  }
+  const long block = number >> __builtin_ctz(static_cast<unsigned>(part.nested / part.group));
+  const auto* halves = reinterpret_cast<const half*>(panel) + block * kOuts * (kForm == kOffsets ? 2 : 1) + column * 16;
+  const uint8_t* multiples = group + column * 16;
+  if (kForm == kScales) return {vmul(vload(halves), vload(reinterpret_cast<const int8_t*>(multiples))), vset(0.0f)};
+  return {vmul(vload(halves), vload_nibbles(multiples, false)),
+          vmul(vload(halves + kOuts), vload_nibbles(multiples, true))};
+}
 
 }  // namespace

@@ -18,21 +18,23 @@ struct Blocks {
   const uint8_t* bytes;  // their codes, one byte each; null: the panel has them
 };
 
-// Expands the blocks' 4-bit codes to bytes.
+// Makes bytes of the blocks' codes of less than 8 bits.
 INLINE void expand_blocks(const Panel& panel, int begin, int end, uint8_t* to) {
-  alignas(64) uint8_t values[16];
-  for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(panel.part.table[i] - 128);
-  const Words table = wtable(values);
-  for (int b = begin; b < end; ++b) {
-    const uint8_t* from = panel.groups + b / panel.per_group * panel.group_bytes + panel.header;
-    from += b % panel.per_group * panel.block * kOuts / 2;
-    for (int i = 0; i < panel.block; i += 8, from += kStepBytes, to += 2 * kStepBytes)  // two steps
-      for (int c = 0; c < kOuts; c += 16) {
-        const Words codes = wload(reinterpret_cast<const uint32_t*>(from) + c);
-        wstore(reinterpret_cast<uint32_t*>(to) + c, look_up_low(table, codes));
-        wstore(reinterpret_cast<uint32_t*>(to + kStepBytes) + c, look_up_high(table, codes));
-      }
-  }
+  alignas(64) uint8_t values[2][16];
+  for (int i = 0; i < 32; ++i) values[i / 16][i % 16] = static_cast<uint8_t>(panel.part.table[i / 16][i % 16] - 128);
+  const CodeTables tables = {wtable(values[0]), wtable(values[1])};
+  with_bits(panel.part.bits, [&](auto bits) {
+    for (int b = begin; b < end; ++b) {
+      const uint8_t* from = panel.groups + b / panel.per_group * panel.group_bytes + panel.header;
+      const Codes<bits()> codes = {from + b % panel.per_group * panel.block * kOuts * bits() / 8, tables};
+      for (int s = 0; s < panel.block / 4; s += kTogether)
+        UNROLLED (i, kTogether) {
+          wstore(reinterpret_cast<uint32_t*>(to), codes.load(s, i, 0));
+          wstore(reinterpret_cast<uint32_t*>(to) + 16, codes.load(s, i, 1));
+          to += kStepBytes;
+        }
+    }
+  });
 }
 
 // The products of a block's lines from x and `codes` on, in tile `To`, stored to [R][16].
@@ -69,9 +71,7 @@ void add_blocks(const Panel& panel, const Line& line, const int8_t* x, long lows
     }
     if (column == 0)
       for (int i = 0; i < panel.block; i += 4 * kTogether) ahead.step();
-    const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
-    const Vec scales = kForm == kCodes ? vset(1.0f) : vload(halves);
-    const Vec offsets = kForm == kOffsets ? vload(halves + kOuts) : vset(0.0f);
+    const auto [scales, offsets] = load_scales<kForm>(panel.part, panel.begin, group, b / panel.per_group, column);
     UNROLLED (r, R) {
       const Vec exact = to_floats(wload(products + r * 16)), scale = vset(of_row[r].scale);
       if (kForm == kOffsets) sum[r] = vfma(vset(of_row[r].moment), offsets, sum[r]);
@@ -94,8 +94,8 @@ INLINE void finish_rows(const Panel& panel, const Tile<O>& tile, int count, cons
   }
 }
 
-// Multiplies a tile of `count` rows with a panel. 4-bit codes become bytes in the panel's own memory, if any, otherwise
-// a few blocks at a time.
+// Multiplies a tile of `count` rows with a panel. Codes of less than 8 bits become bytes in the panel's own memory,
+// where it has some, else a few blocks at a time.
 template <class O>
 void multiply_by_tiles(const Panel& panel, const QuantizedRows& rows, const Tile<O>& tile, int count, Ahead& ahead) {
   alignas(64) float sums[kTileRows * kOuts];
@@ -103,9 +103,9 @@ void multiply_by_tiles(const Panel& panel, const QuantizedRows& rows, const Tile
   std::fill_n(sums, count * kOuts, 0.0f);
   for (int r = 0; r < count; ++r)
     for (int at = 0; at < kOuts; at += 16 * kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + at, 1);
-  const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
+  const bool expands = panel.part.bits < 8 && !panel.is_kept;
   const long block_bytes = static_cast<long>(panel.block) * kOuts;
-  const int some = static_cast<int>((nibbles && !panel.kept ? kFew : kMany) / block_bytes);
+  const int some = static_cast<int>((expands && !panel.kept ? kFew : kMany) / block_bytes);
   const Form form = form_of(panel.part);
   shape_tiles(count, 0, rows.line.inputs);
   with_rows<kTileRows>(count, [&](auto r) {
@@ -114,8 +114,8 @@ void multiply_by_tiles(const Panel& panel, const QuantizedRows& rows, const Tile
                                        : add_blocks<r(), kCodes>;
     for (int begin = 0; begin < rows.blocks; begin += some) {
       const int end = std::min(rows.blocks, begin + some);
-      uint8_t* bytes = panel.kept ? panel.kept + begin * block_bytes : nibbles ? expanded : nullptr;
-      if (nibbles) expand_blocks(panel, begin, end, bytes);
+      uint8_t* bytes = panel.kept ? panel.kept + begin * block_bytes : expands ? expanded : nullptr;
+      if (expands) expand_blocks(panel, begin, end, bytes);
       for (int column = 0; column < kOuts / 16; ++column)
         add(panel, rows.line, tile.x, tile.lows, tile.blocks, {begin, end, bytes}, column, sums, ahead);
     }

@@ -88,6 +88,7 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
     if not steps:
         return None
     factors, scales, offsets = weight.to_factors_and_half_scales()
+    weight = _center_consecutive_values(weight)
     if weight.bits == 8:
         kind, step = kernels.INTEGERS, _choose_byte_pair_step(steps, inner)
         codes = _pack_byte_pairs(weight.codes, step)
@@ -103,6 +104,17 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
     return PackedWeight(
         codes, factors, scales, offsets, weight.group_size, form, inner, step, outs, weight.input_order, rounds
     )
+
+
+def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
+    """Such codes need no table: code - 8."""
+    values = weight.code_values
+    if values is None or values != tuple(range(values[0], values[0] + len(values))):
+        return weight
+    shift = values[0] + 8
+    if not 0 <= shift <= 16 - len(values):
+        return weight
+    return replace(weight, codes=weight.codes + shift * 0x11, code_values=None)
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:

@@ -39,7 +39,10 @@ def total_and_device_weight_bytes(
         weights += sizes.embedding_parameters * width
     if in_8_bits:
         weights -= round(sizes.embedding_parameters * (width - QUANTIZED_EMBEDDING_BITS / 8))
-    on_device = weights // machine.count + _tied_head_copy_bytes(
+    held = weights
+    if stored is not None and quantized is None and not expanded:
+        held += stored.gpu_expansion if machine.gpu else stored.cpu_expansion
+    on_device = held // machine.count + _tied_head_copy_bytes(
         sizes, machine, width, _quantized_embedding_bits(stored, in_8_bits)
     )
     if quantized is None and machine.compresses_weights and dtype == "bfloat16" and not sizes.quantization:

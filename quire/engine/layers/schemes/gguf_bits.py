@@ -1,0 +1,67 @@
+"""Reads GGUF blocks: [out, blocks, bytes] uint8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
+
+
+def read_float16(data: Tensor, wider: int = 0) -> Tensor:
+    """[..., blocks, 2] bytes to float32 [..., blocks], with `wider` [..., blocks, 1]."""
+    numbers = data.contiguous().view(torch.float16).float()
+    return numbers if wider else numbers.squeeze(-1)
+
+
+def read_uint16(data: Tensor) -> Tensor:
+    """[..., bytes] to [..., bytes / 2] int32."""
+    return data.contiguous().view(torch.int16).int() & 0xFFFF
+
+
+def read_uint32(data: Tensor) -> Tensor:
+    """[..., bytes] to [..., bytes / 4] int64."""
+    return data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+def shift_and_mask(data: Tensor, shifts: range | tuple[int, ...], mask: int) -> Tensor:
+    """[..., n] to [..., n * shifts]."""
+    distances = torch.tensor(tuple(shifts), dtype=data.dtype, device=data.device)
+    return (data.unsqueeze(-1) >> distances & mask).flatten(-2)
+
+
+def unpack_nibbles(data: Tensor) -> Tensor:
+    """[out, in] uint8; low nibbles hold a block's first half."""
+    return torch.cat((data & 15, data >> 4), -1).flatten(1)
+
+
+def unpack_single_bits(data: Tensor) -> Tensor:
+    """[out, blocks, bytes] to [out, in] uint8, lowest bit first."""
+    return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
+
+
+def unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
+    """[out, blocks, bytes] to [out, in] uint8; `width` bytes hold a plane after another."""
+    lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
+        tuple(shifts), dtype=torch.uint8, device=data.device
+    ).view(-1, 1)
+    return (lines & mask).flatten(1)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[out, in] to [out, in / 2]."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def to_signed(codes: Tensor, zero: int) -> Tensor:
+    return codes.to(torch.int8) - zero
+
+
+def make_nested_weight(
+    codes: Tensor, values: tuple[int, ...], scales: NestedScales, offsets: NestedScales | None = None
+) -> GroupedWeight:
+    """`codes` [out, in] uint8."""
+    nested = (scales,) if offsets is None else (scales, offsets)
+    return GroupedWeight(
+        pack_nibbles(codes), scales.to_groups(), None if offsets is None else offsets.to_groups(), values, nested=nested
+    )
