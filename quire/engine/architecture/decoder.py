@@ -134,9 +134,28 @@ class DecoderSpec:
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
+    @property
+    def has_sparse_attention(self) -> bool:
+        """As in DeepSeek-V3.2."""
+        return any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec))
+
+    @property
+    def gpu_error(self) -> str | None:
+        """None if GPUs can compute the layers."""
+        if any(each.alibi is not None for each in self.sublayers_of_kind(AttentionLayerSpec)):
+            return "ALiBi of attention is served only on CPUs so far"
+        return "sparse attention is served only on CPUs so far" if self.has_sparse_attention else None
+
+    @property
+    def quantized_kv_error(self) -> str | None:
+        """None if blocks of 8 bits can hold the KV cache."""
+        if self.has_sparse_attention:
+            return "sparse attention reads keys and values of 16 or 32 bits so far: --kv-cache-dtype auto"
+        return None
+
     def context_parallel_error(self) -> str | None:
         """None if ranks can divide a sequence's tokens."""
-        if any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec)):
+        if self.has_sparse_attention:
             return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None

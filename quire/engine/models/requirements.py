@@ -55,11 +55,6 @@ def has_mla(spec: DecoderSpec) -> bool:
     return bool(spec.sublayers_of_kind(MLALayerSpec))
 
 
-def has_sparse_attention(spec: DecoderSpec) -> bool:
-    """As in DeepSeek-V3.2."""
-    return any(each.indexer is not None for each in spec.sublayers_of_kind(MLALayerSpec))
-
-
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
     """On CPUs, MLA's latent head. Elsewhere MLA has its own kernels."""
     widest_spec = widest_attention_spec(spec)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.config_reader import uses_float32_activations
@@ -24,7 +23,6 @@ from quire.engine.models.requirements import (
     attention_head_dim,
     attention_requirements,
     has_mla,
-    has_sparse_attention,
 )
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
@@ -60,11 +58,8 @@ first product.
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for unsupported attention or recurrence."""
-    parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
-    biased = any(each.alibi is not None for each in parts)
-    on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
-    sparse = has_sparse_attention(spec) and f"sparse attention ({kind}) is served only on CPUs so far: --device cpu"
-    refuse_setting_if("device", device.type != "cpu" and sparse, biased and device.type != "cpu" and on_cpus)
+    kind, error = model.model_type, None if device.type == "cpu" else spec.gpu_error
+    refuse_setting_if("device", error and f"{error} ({kind}): --device cpu")
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
     on_cuda = "only on CPUs and CUDA GPUs so far: --device cpu"
     refuse_setting_if(
@@ -75,12 +70,7 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 def check_kv_dtype_supports_attention(kv_dtype: torch.dtype, spec: DecoderSpec) -> None:
     """Raise ConfigError for a quantized KV cache that attention cannot read."""
-    refuse_setting_if(
-        "kv_cache_dtype",
-        kv_dtype in QUANTIZED_KV_DTYPES
-        and has_sparse_attention(spec)
-        and "sparse attention reads keys and values of 16 or 32 bits so far: --kv-cache-dtype auto",
-    )
+    refuse_setting_if("kv_cache_dtype", kv_dtype in QUANTIZED_KV_DTYPES and spec.quantized_kv_error)
 
 
 def configure_cpu(config: EngineConfig) -> None:

@@ -800,6 +800,26 @@ def test_planned_concurrency_counts_whole_kv_blocks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "args", "reason"),
+    [
+        ("bloom", ("--gpu", "h100"), "ALiBi of attention is served only on CPUs"),
+        ("deepseek_v32", ("--gpu", "h100"), "sparse attention is served only on CPUs"),
+        ("deepseek_v32", ("--kv-cache-dtype", "fp8"), "sparse attention reads keys and values of 16 or 32 bits"),
+        ("deepseek_v32", (), None),
+        ("deepseek_v3", ("--gpu", "h100"), None),
+    ],
+)
+def test_plan_names_attention_that_start_refuses(
+    family: str, args: tuple[str, ...], reason: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.SHAPE | tiny_models.FAMILIES[family]))
+    assert cli.main(["plan", str(tmp_path), *args]) == 0
+    text = capsys.readouterr().out
+    assert ("quire serve" in text) is (reason is None)
+    assert reason is None or reason in text
+
+
+@pytest.mark.parametrize(
     ("config", "args", "reason"),
     [
         ({"model_type": "gpt_neo"}, (), "does not serve gpt_neo"),

@@ -34,6 +34,9 @@ class DecoderSizes(StepCosts):
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
     """Explains conv_values_per_token to users; "" if that is 0."""
+    gpu_error: str | None = None
+    """See DecoderSpec."""
+    quantized_kv_error: str | None = None
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
@@ -63,6 +66,8 @@ def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:
         head_dim=max((each.head_dim for each in caching), default=0),
         layer_cache_specs=tuple(spec.layer_cache_specs),
         conv_state_formula=_conv_state_formula(spec),
+        gpu_error=spec.gpu_error,
+        quantized_kv_error=spec.quantized_kv_error,
     )
 
 

@@ -333,6 +333,10 @@ def _sliding_window_note(estimate: Estimate) -> str:
 def unserved_reasons(estimate: Estimate) -> list[str]:
     """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
+    if estimate.machine.gpu and estimate.sizes.gpu_error:
+        reasons.append(estimate.sizes.gpu_error)
+    if estimate.kv_cache_dtype not in ("auto", *DTYPE_BYTES) and estimate.sizes.quantized_kv_error:
+        reasons.append(estimate.sizes.quantized_kv_error)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines only on CPUs so far; --tensor-parallel-size works on GPUs too")
     if estimate.machine.count > 1 and estimate.tier_plans:
