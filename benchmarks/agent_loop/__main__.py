@@ -1,8 +1,8 @@
 """`python -m benchmarks.agent_loop`: coding agents, 40 turns each, while the server's processes are killed.
 
-The agents run headless, in four processes each. A scripted model makes them run commands, read and edit. Tables show
-each prompt's cached and missed tokens, and why. Exits with 1 if a turn was lost or acted twice, or if the cache lacked
-blocks that it must have.
+Each agent runs without a user, in four processes. A scripted model makes it run commands, and read and edit a file.
+Tables show each prompt's cached and missed tokens, and why they were missed. Exits with 1 if a turn was lost or acted
+twice, or if the cache lacked blocks that it must have.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.agent_loop.agents import (
     NUM_RUNS,
     NUM_TURNS,
     WEAK_MODEL,
-    executable,
     expected_files,
+    find_executable,
 )
 from benchmarks.agent_loop.killed_server import KilledServer
 from benchmarks.agent_loop.proxy import AgentProxy, Kill, proxy_to
@@ -31,16 +31,16 @@ from tests.clients.scripted import MODEL
 
 KILLS = {7: Kill("engine", True), 15: Kill("API", True), 24: Kill("engine", False), 33: Kill("API", False)}
 RUN_SECONDS = 600
-"""Of each of an agent's processes."""
+"""Longest time of one process of an agent."""
 
 
-def kills_of(name: str) -> dict[int, Kill]:
-    """A request on a WebSocket is seen when its answer begins."""
+def choose_kills(name: str) -> dict[int, Kill]:
+    """The proxy recognizes a request on a WebSocket only when its answer begins, so no kill can precede it."""
     return {turn: Kill(kill.process, kill.in_stream or "websocket" in name) for turn, kill in KILLS.items()}
 
 
 def run_agent(name: str, proxy: AgentProxy, folder: Path, agents: Path, aider: Path) -> list[str]:
-    """Return the outputs of the agent's processes."""
+    """Returns the output of each of the agent's processes."""
     agent, home, work = AGENTS[name], folder / "home", folder / "work"
     for file, text in agent.files(proxy.port).items():
         (home / file).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def run_agent(name: str, proxy: AgentProxy, folder: Path, agents: Path, aider: P
         prompts = agent.make_prompts(run)
         completed = subprocess.run(
             [
-                executable(agents, aider, command[0]),
+                find_executable(agents, aider, command[0]),
                 *(prompts[0] if each == "PROMPT" else each for each in command[1:]),
             ],
             cwd=work,
@@ -65,8 +65,8 @@ def run_agent(name: str, proxy: AgentProxy, folder: Path, agents: Path, aider: P
     return outputs
 
 
-def loop(name: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[TurnRow], list[str]]:
-    """Return the rows and what is wrong."""
+def run_session(name: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[TurnRow], list[str]]:
+    """Returns a row per prompt, and error messages."""
     work = folder / "work"
     for each in (work, folder / "home"):
         each.mkdir(parents=True)
@@ -75,7 +75,7 @@ def loop(name: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[T
     (folder / "script.json").write_text(json.dumps(AGENTS[name].make_script(str(work))), encoding="utf-8")
     server = KilledServer(folder, (MODEL, WEAK_MODEL), arguments.flags)
     try:
-        kills = {} if arguments.no_kills else kills_of(name)
+        kills = {} if arguments.no_kills else choose_kills(name)
         with proxy_to(server, kills, uses_tools=bool(AGENTS[name].tools)) as proxy:
             outputs = run_agent(name, proxy, folder, arguments.agents, arguments.aider)
     finally:
@@ -83,9 +83,9 @@ def loop(name: str, folder: Path, arguments: argparse.Namespace) -> tuple[list[T
     (folder / "outputs.txt").write_text("\n\n".join(outputs), encoding="utf-8")
     rows = make_rows(proxy.exchanges, folder / "prompts.jsonl")
     faults = [
-        f"{file}: {found!r}, expected {text!r}"
+        f"{file}: {content!r}, expected {text!r}"
         for file, text in expected_files(name).items()
-        if (found := (work / file).read_text(encoding="utf-8") if (work / file).exists() else "") != text
+        if (content := (work / file).read_text(encoding="utf-8") if (work / file).exists() else "") != text
     ]
     answered = [row.turn for row in rows if row.is_turn and row.is_complete]
     faults += [
@@ -109,7 +109,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.names:
             folder = (arguments.out or Path(temporary)).resolve() / name
-            rows, faults = loop(name, folder, arguments)
+            rows, faults = run_session(name, folder, arguments)
             print(f"{name}\n{format_rows(rows)}\nfaults: {faults or 'none'}\n", flush=True)
             failed |= bool(faults)
     return int(failed)

@@ -20,7 +20,7 @@ NUM_TURNS = TURNS_PER_RUN * NUM_RUNS
 COUNTER, LOG = "counter.py", "log.txt"
 WEAK_MODEL = "summary"
 Tool = Callable[[str, int], str]
-"""The call that a tool needs, given the folder and the turn."""
+"""Maps the working folder and the turn to the text of a tool call."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class LoopAgent:
     later_command: Sequence[str]
     """Continues the session of earlier processes."""
     tools: Sequence[Tool]
-    """Used in turn. Empty: the answer itself is an edit."""
+    """Called one after another, turn by turn. Empty: the answer itself contains the edit."""
     environment: Callable[[int], dict[str, str]] = lambda port: {}
-    """Variables, given the proxy's port."""
+    """Maps the proxy's port to environment variables."""
     files: Callable[[int], dict[str, str]] = lambda port: {}
-    """Settings files by their path below the home directory."""
+    """Maps the proxy's port to settings files: their text by path below the home directory."""
 
     def make_script(self, folder: str) -> list[str]:
         return [self._turn_text(folder, turn) for turn in range(1, NUM_TURNS + 1)]
 
     def make_prompts(self, run: int) -> list[str]:
-        """The user's texts of one process."""
+        """Returns what the user writes to one process."""
         if self.tools:
             return [f"Please count on, part {run + 1}."]
         first = run * TURNS_PER_RUN + 1
@@ -49,7 +49,7 @@ class LoopAgent:
     def _turn_text(self, folder: str, turn: int) -> str:
         text = f"Turn {turn} of {NUM_TURNS}."
         if not self.tools:
-            return f"{text}\n\n{edit_block(turn)}"
+            return f"{text}\n\n{format_edit_block(turn)}"
         if turn % TURNS_PER_RUN == 0:
             return f"{text} This part is done."
         return f"{text}\n{self.tools[turn % len(self.tools)](folder, turn)}"
@@ -64,22 +64,22 @@ def log_line(turn: int) -> str:
     return f"echo {turn} >> {LOG}"
 
 
-def edit_block(turn: int) -> str:
-    """Aider's form of an edit."""
+def format_edit_block(turn: int) -> str:
+    """Aider reads edits in this form from answers."""
     return f"{COUNTER}\n```python\n<<<<<<< SEARCH\nCOUNT = {turn - 1}\n=======\nCOUNT = {turn}\n>>>>>>> REPLACE\n```\n"
 
 
 def counter_lines(turn: int) -> tuple[str, str]:
-    done = num_edits(turn)
-    return f"COUNT = {done}", f"COUNT = {done + 1}"
+    count = num_edits(turn)
+    return f"COUNT = {count}", f"COUNT = {count + 1}"
 
 
-def shell_edit(folder: str, turn: int) -> str:
+def make_shell_edit(folder: str, turn: int) -> str:
     before, after = counter_lines(turn)
     return call("exec_command", cmd=f"sed -i 's/^{before}$/{after}/' {COUNTER}")
 
 
-def reading_and_editing(read: str, edit: str, shell: str, names: Sequence[str]) -> Sequence[Tool]:
+def make_file_tools(read: str, edit: str, shell: str, names: Sequence[str]) -> Sequence[Tool]:
     path, old, new = names
 
     def edit_call(folder: str, turn: int) -> str:
@@ -100,11 +100,11 @@ CODEX = LoopAgent(
     (
         lambda folder, turn: call("exec_command", cmd=log_line(turn)),
         lambda folder, turn: call("exec_command", cmd=f"cat {COUNTER}"),
-        shell_edit,
+        make_shell_edit,
     ),
     files=lambda port: codex_settings(port, MODEL),
 )
-AIDER = (
+AIDER_FLAGS = (
     f"--model=openai/{MODEL}",
     f"--weak-model=openai/{WEAK_MODEL}",
     "--edit-format=diff",
@@ -126,7 +126,7 @@ AGENTS = {
         "@anthropic-ai/claude-code",
         ("claude", "-p", "PROMPT", "--allowedTools", "Bash,Read,Edit"),
         ("claude", "-p", "--continue", "PROMPT", "--allowedTools", "Bash,Read,Edit"),
-        reading_and_editing("Read", "Edit", "Bash", ("file_path", "old_string", "new_string")),
+        make_file_tools("Read", "Edit", "Bash", ("file_path", "old_string", "new_string")),
         claude_code_environment,
     ),
     "codex": CODEX,
@@ -135,13 +135,13 @@ AGENTS = {
         "opencode-ai",
         ("opencode", "run", "PROMPT"),
         ("opencode", "run", "--continue", "PROMPT"),
-        reading_and_editing("read", "edit", "bash", ("filePath", "oldString", "newString")),
+        make_file_tools("read", "edit", "bash", ("filePath", "oldString", "newString")),
         files=opencode_settings,
     ),
     "aider": LoopAgent(
         "aider-chat",
-        ("aider", *AIDER),
-        ("aider", "--restore-chat-history", *AIDER),
+        ("aider", *AIDER_FLAGS),
+        ("aider", "--restore-chat-history", *AIDER_FLAGS),
         (),
         lambda port: {"OPENAI_API_BASE": f"http://127.0.0.1:{port}/v1", "OPENAI_API_KEY": "none"},
     ),
@@ -149,7 +149,7 @@ AGENTS = {
 
 
 def expected_files(name: str) -> dict[str, str]:
-    """What the working folder holds if every turn acted once."""
+    """Returns each file's text after a session in which every turn acted once."""
     if not AGENTS[name].tools:
         return {COUNTER: f"COUNT = {NUM_TURNS}\n"}
     logged = [turn for turn in range(1, NUM_TURNS + 1) if turn % 3 == 0 and turn % TURNS_PER_RUN]
@@ -159,5 +159,5 @@ def expected_files(name: str) -> dict[str, str]:
     }
 
 
-def executable(agents: Path, aider: Path, command: str) -> Path:
+def find_executable(agents: Path, aider: Path, command: str) -> Path:
     return aider / "bin" / command if command == "aider" else agents / "node_modules" / ".bin" / command

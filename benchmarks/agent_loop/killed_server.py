@@ -24,12 +24,12 @@ FLAGS = (
     "--speculative-config",
     "none",
 )
-"""One token per step, so that a stream has a middle."""
+"""Without drafts a step computes one token, so that a stream lasts long enough to be cut in the middle."""
 
 
 class KilledServer:
     def __init__(self, folder: Path, names: Sequence[str] = (MODEL,), flags: Sequence[str] = ()) -> None:
-        """`folder` has script.json, and gets the model, data and logs."""
+        """`folder` must contain script.json. The model, data and logs are written there."""
         self._folder, self._num_starts = folder, 0
         save_scripted_model(folder / "model")
         self._args = [str(folder / "model"), "--data-dir", str(folder / "data"), *FLAGS, *flags]
@@ -46,7 +46,7 @@ class KilledServer:
         self._server = Server(self._folder / f"server-{self._num_starts}.log", *self._args, env=env, port=self._port)
 
     def kill(self, process: str) -> None:
-        """SIGKILL. Quire restarts an engine; here a thread restarts the API process, as systemd would."""
+        """Sends SIGKILL. Quire restarts an engine itself. A thread restarts the API process, as systemd would."""
         if process == "engine":
             while (engine := self._server.engine_pid()) is None:
                 time.sleep(0.01)
@@ -58,7 +58,7 @@ class KilledServer:
         self._restart.start()
 
     def find_prompt(self, answer_id: str) -> str:
-        """From the log of scripting/sitecustomize.py."""
+        """Reads the log that scripting/sitecustomize.py writes."""
         lines = (self._folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
         return next(str(json.loads(line)["prompt"]) for line in reversed(lines) if answer_id in line)
 

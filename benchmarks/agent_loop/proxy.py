@@ -1,5 +1,5 @@
 """A proxy between an agent and Quire. It asks for cache diagnostics, kills the server's processes at chosen turns, and
-notes what Quire says about each prompt.
+reads how Quire explains each prompt's cache misses.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import httpx
 
 from benchmarks.agent_loop.killed_server import KilledServer
 from tests.clients.agents.recording import NOT_PASSED_ON
-from tests.clients.agents.tunnel import pass_websocket
+from tests.clients.agents.tunnel import forward_websocket
 
 SUMMARY = b"summarize this partial conversation"
-"""In aider's requests that shorten its history. It sends some to the weak model and then to the main one."""
-PATIENCE = 60.0
-"""Seconds."""
-MIDDLE = 8
-"""Events of a stream before a kill in its middle."""
+"""In aider's requests to shorten its history. It sends some to the weak model, and then again to the main one."""
+ANSWER_TIMEOUT_SECONDS = 60.0
+EVENTS_BEFORE_KILL = 8
+"""Events that a stream has sent when it is cut."""
 Process = Literal["engine", "API"]
 
 
@@ -34,7 +33,7 @@ Process = Literal["engine", "API"]
 class Kill:
     process: Process
     in_stream: bool
-    """Else before the request reaches the server."""
+    """False: before the request reaches the server."""
 
 
 @dataclass
@@ -42,9 +41,9 @@ class Exchange:
     path: str
     turn: int
     is_side_request: bool
-    """Asks for a title, a summary or a warm cache, and is no turn."""
+    """True if it asks for a title, a summary or a warm cache, and is not a turn."""
     epoch: int
-    """Number of kills before it."""
+    """Number of kills before the exchange, so exchanges of one epoch met the same engine process."""
     kill: Kill | None = None
     answer_id: str = ""
     is_complete: bool = False
@@ -53,39 +52,39 @@ class Exchange:
     prefix: dict[str, Any] = field(default_factory=dict)
     """From /v1/requests/ID/explain: tokens cached, missed, new, reasons, and the closest earlier prompt."""
     diagnosis: str = ""
-    """OpenAI's or Anthropic's cache diagnostics; "": the API has none."""
+    """OpenAI's or Anthropic's cache diagnostics. Empty if the API has none."""
 
 
 @dataclass
 class AgentProxy:
     server: KilledServer
     kills: dict[int, Kill]
-    """By turn; each happens once."""
+    """By turn. Each happens once."""
     uses_tools: bool
-    """Else the agent's turns have no tools either."""
+    """If True, requests without tools are side requests."""
     exchanges: list[Exchange] = field(default_factory=list)
     port: int = 0
     epoch: int = 0
     previous_ids: dict[str, str] = field(default_factory=dict)
-    """The latest complete turn's answer, by path."""
+    """Id of the latest answer to a turn, by path."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin_exchange(self, path: str, content: bytes) -> tuple[Exchange, bytes]:
-        """Return it with the body to send."""
+        """Returns the exchange, and the body to send."""
         body = json.loads(content)
         turn = next_turn(content.decode())
-        side = SUMMARY in content or (self.uses_tools and not body.get("tools"))
+        is_side = SUMMARY in content or (self.uses_tools and not body.get("tools"))
         with self.lock:
-            exchange = Exchange(path, turn, side, self.epoch)
+            exchange = Exchange(path, turn, is_side, self.epoch)
             self.exchanges.append(exchange)
             previous = self.previous_ids.get(path)
-        if not side and path == "/v1/messages":
+        if not is_side and path == "/v1/messages":
             body["diagnostics"] = {"previous_message_id": previous}
-        if not side and path == "/v1/responses" and previous is not None:
+        if not is_side and path == "/v1/responses" and previous is not None:
             body["prompt_cache_options"] = {"comparison_response_id": previous}
         return exchange, json.dumps(body).encode()
 
-    def take_kill(self, exchange: Exchange, in_stream: bool) -> None:
+    def kill_if_due(self, exchange: Exchange, in_stream: bool) -> None:
         with self.lock:
             kill = self.kills.get(exchange.turn)
             if kill is None or exchange.is_side_request or kill.in_stream != in_stream:
@@ -99,15 +98,15 @@ class AgentProxy:
             self.server.kill(kill.process)
 
     def wait_for_others(self, exchange: Exchange) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
         while any(each.is_open for each in self.exchanges if each is not exchange):
             assert time.monotonic() < deadline, "an answer did not end"
             time.sleep(0.01)
 
     def note_answer_id(self, exchange: Exchange, answer: bytes) -> None:
-        """Before the agent can send its next request, which will be compared with this one."""
-        if found := re.search(rb'"id": ?"((?:resp|msg|chatcmpl)[-_][^"]+)"', answer):
-            exchange.answer_id = found[1].decode()
+        """Must be called before the agent sends its next request, which asks for a comparison with this one."""
+        if match := re.search(rb'"id": ?"((?:resp|msg|chatcmpl)[-_][^"]+)"', answer):
+            exchange.answer_id = match[1].decode()
             if not exchange.is_side_request:
                 self.previous_ids[exchange.path] = exchange.answer_id
 
@@ -117,9 +116,9 @@ class AgentProxy:
             with suppress(ValueError):
                 events = [json.loads(answer)]
         for event in events:
-            whole = event.get("response") or event.get("message") or event
-            if isinstance(whole, dict):
-                exchange.diagnosis = diagnosis(whole) or exchange.diagnosis
+            response = event.get("response") or event.get("message") or event
+            if isinstance(response, dict):
+                exchange.diagnosis = read_diagnosis(response) or exchange.diagnosis
         if exchange.status == 200:
             self.explain(exchange)
 
@@ -130,105 +129,115 @@ class AgentProxy:
 
 
 @dataclass
-class SocketWatcher:
-    """Follows the answers on a WebSocket. The requests are masked: their turn is known from the prompts' log."""
+class WebSocketWatcher:
+    """Follows the answers on a WebSocket. Requests there are masked, so the turn is read from the log of prompts."""
 
     proxy: AgentProxy
-    seen: bytes = b""
+    received: bytes = b""
+    """Of the open answer."""
     exchange: Exchange | None = None
 
-    def see_answer(self, part: bytes) -> None:
-        self.seen += part
-        if self.exchange is None and (found := re.search(rb'"id": ?"(resp_[^"]+)"', self.seen)):
-            answer_id = found[1].decode()
+    def observe_answer(self, part: bytes) -> None:
+        self.received += part
+        if self.exchange is None and (match := re.search(rb'"id": ?"(resp_[^"]+)"', self.received)):
+            answer_id = match[1].decode()
             prompt = self.proxy.server.find_prompt(answer_id)
             self.exchange = Exchange("WebSocket", next_turn(prompt), False, self.proxy.epoch, answer_id=answer_id)
             self.proxy.exchanges.append(self.exchange)
         if self.exchange is None:
             return
-        if self.seen.count(b'"type":"response.') >= MIDDLE:
-            self.proxy.take_kill(self.exchange, in_stream=True)
-        if b'"type":"response.completed"' in self.seen:
+        if self.received.count(b'"type":"response.') >= EVENTS_BEFORE_KILL:
+            self.proxy.kill_if_due(self.exchange, in_stream=True)
+        if b'"type":"response.completed"' in self.received:
             self.proxy.explain(self.exchange)
-            self.exchange.is_side_request = b'"type":"response.output_item' not in self.seen  # "generate": false
+            self.exchange.is_side_request = b'"type":"response.output_item' not in self.received  # "generate": false
             self.exchange.is_open = False
-            self.seen, self.exchange = b"", None
+            self.received, self.exchange = b"", None
 
 
 def next_turn(text: str) -> int:
     return max((int(number) for number in re.findall(r"Turn (\d+) of \d+\.", text)), default=0) + 1
 
 
-def diagnosis(whole: dict[str, Any]) -> str:
-    """What a response object or a message says; "" without diagnostics."""
-    if "prompt_cache_diagnostics" in whole:
-        found = whole["prompt_cache_diagnostics"]
-        return "" if found is None else str(found.get("reason") or found.get("type") or found)
-    if "diagnostics" in whole:
-        found = whole["diagnostics"]
-        return "no change" if found is None else str(found["cache_miss_reason"].get("type", found["cache_miss_reason"]))
+def read_diagnosis(response: dict[str, Any]) -> str:
+    """Reads the diagnostics of a response object or a message. Empty without diagnostics."""
+    if "prompt_cache_diagnostics" in response:
+        diagnostics = response["prompt_cache_diagnostics"]
+        if diagnostics is None:
+            return ""
+        return str(diagnostics.get("reason") or diagnostics.get("type") or diagnostics)
+    if "diagnostics" in response:
+        if response["diagnostics"] is None:
+            return "no change"
+        reason = response["diagnostics"]["cache_miss_reason"]
+        return str(reason.get("type", reason))
     return ""
 
 
-class Listener(ThreadingHTTPServer):
+class ProxyListener(ThreadingHTTPServer):
+    def __init__(self, proxy: AgentProxy) -> None:
+        super().__init__(("127.0.0.1", 0), ProxyHandler)
+        self.proxy = proxy
+
     def handle_error(self, *_: object) -> None:
-        """Agents reset connections."""
+        """Agents reset connections, which is no error."""
+
+
+class ProxyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ProxyListener
+
+    def forward_request(self) -> None:
+        proxy = self.server.proxy
+        if self.headers.get("upgrade", "").lower() == "websocket":
+            return forward_websocket(self, proxy.server.url, WebSocketWatcher(proxy).observe_answer)
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_PASSED_ON}
+        exchange = None
+        if self.command == "POST":
+            exchange, content = proxy.begin_exchange(self.path.partition("?")[0], content)
+            proxy.kill_if_due(exchange, in_stream=False)
+        try:
+            url = proxy.server.url + self.path
+            with httpx.stream(self.command, url, content=content, headers=headers, timeout=300) as answer:
+                self.forward_answer(answer, exchange)
+        except (httpx.TransportError, OSError):  # the agent sees what it would see without the proxy
+            self.close_connection = True
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            if exchange is not None:
+                exchange.is_open = False
+
+    def forward_answer(self, answer: httpx.Response, exchange: Exchange | None) -> None:
+        self.send_response(answer.status_code)
+        self.send_header("content-type", answer.headers.get("content-type", "text/plain"))
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        sent = b""
+        for part in answer.iter_bytes():
+            sent += part
+            if exchange is not None and not exchange.answer_id:
+                self.server.proxy.note_answer_id(exchange, sent)
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            self.wfile.flush()
+            if exchange is not None and sent.count(b"data: ") >= EVENTS_BEFORE_KILL:
+                self.server.proxy.kill_if_due(exchange, in_stream=True)
+        if exchange is not None:
+            exchange.status = answer.status_code
+            self.server.proxy.end_exchange(exchange, sent)
+        self.wfile.write(b"0\r\n\r\n")
+
+    do_GET = do_POST = do_HEAD = forward_request
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @contextmanager
 def proxy_to(server: KilledServer, kills: dict[int, Kill], *, uses_tools: bool) -> Iterator[AgentProxy]:
     proxy = AgentProxy(server, kills, uses_tools)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def pass_on(self) -> None:
-            if self.headers.get("upgrade", "").lower() == "websocket":
-                return pass_websocket(self, server.url, SocketWatcher(proxy).see_answer)
-            content = self.rfile.read(int(self.headers.get("content-length") or 0))
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_PASSED_ON}
-            exchange = None
-            if self.command == "POST":
-                exchange, content = proxy.begin_exchange(self.path.partition("?")[0], content)
-                proxy.take_kill(exchange, in_stream=False)
-            try:
-                with httpx.stream(
-                    self.command, server.url + self.path, content=content, headers=headers, timeout=300
-                ) as answer:
-                    self.pass_answer_on(answer, exchange)
-            except (httpx.TransportError, OSError):  # the agent sees what it would see without the proxy
-                self.close_connection = True
-                with suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)
-            finally:
-                if exchange is not None:
-                    exchange.is_open = False
-
-        def pass_answer_on(self, answer: httpx.Response, exchange: Exchange | None) -> None:
-            self.send_response(answer.status_code)
-            self.send_header("content-type", answer.headers.get("content-type", "text/plain"))
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            passed = b""
-            for part in answer.iter_bytes():
-                passed += part
-                if exchange is not None and not exchange.answer_id:
-                    proxy.note_answer_id(exchange, passed)
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-                self.wfile.flush()
-                if exchange is not None and passed.count(b"data: ") >= MIDDLE:
-                    proxy.take_kill(exchange, in_stream=True)
-            if exchange is not None:
-                exchange.status = answer.status_code
-                proxy.end_exchange(exchange, passed)
-            self.wfile.write(b"0\r\n\r\n")
-
-        do_GET = do_POST = do_HEAD = pass_on
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listener = Listener(("127.0.0.1", 0), Handler)
+    listener = ProxyListener(proxy)
     proxy.port = listener.server_address[1]
     threading.Thread(target=listener.serve_forever, daemon=True).start()
     try:

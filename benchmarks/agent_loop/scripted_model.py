@@ -1,4 +1,4 @@
-"""A tiny model folder with one token per byte. The scripted answers are forced, so that its weights do not matter."""
+"""A tiny model with one token per byte. Its weights do not matter, because the scripted answers are forced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.tiny_models import SHAPE
 
 CONTEXT = 400_000
 CHAT_TEMPLATE = TEMPLATE.replace("%}<tool_call>\n{", "%}{{ '\\n' }}<tool_call>\n{")
-"""Like Qwen's: a call begins on its own line."""
+"""A call begins on its own line, as in Qwen's templates."""
 
 
 def save_scripted_model(folder: Path) -> None:
-    """Attention over 100,000 tokens has to take seconds: one layer and one narrow head."""
+    """The model has one layer and one narrow head, so that attention over 100,000 tokens takes only seconds."""
     torch.manual_seed(0)
     small = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 16}
     config = AutoConfig.for_model(

@@ -24,7 +24,7 @@ class ForeignFlag:
     default_values: tuple[str, ...] = ()
 
     def redundancy_reason(self, value: str) -> str:
-        """ "" if this value would have an effect."""
+        """Empty if this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
@@ -50,7 +50,7 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """ "" if the value is not redundant. `name`: without dashes."""
+    """Empty if the value is not redundant. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
@@ -115,7 +115,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """ "" without a suggestion. `known`: with dashes."""
+    """Empty without a suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 

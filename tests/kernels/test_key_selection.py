@@ -1,4 +1,4 @@
-"""Sparse attention's kernels against direct float64 sums, with the same bits in every batch."""
+"""Key selection and sparse attention equal direct float64 sums, and have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ class Index:
         self.weights = torch.randn((tokens, heads), generator=generator).to(dtype)
 
 
-def params(dim: int, rotated: int, top_k: int, generator: torch.Generator, *, neighbours: bool) -> KeySelectionParams:
+def make_params(
+    dim: int, rotated: int, top_k: int, generator: torch.Generator, *, is_interleaved: bool
+) -> KeySelectionParams:
     angles = torch.rand((1000, rotated // 2), generator=generator) * 6
     weight, bias = torch.rand(dim, generator=generator) + 0.5, torch.randn(dim, generator=generator)
-    return KeySelectionParams(weight, bias, 1e-6, torch.cat((angles.cos(), angles.sin()), 1), neighbours, top_k)
+    return KeySelectionParams(weight, bias, 1e-6, torch.cat((angles.cos(), angles.sin()), 1), is_interleaved, top_k)
 
 
-def select(
-    backend: Backend, parts: list[tuple[Index, int]], rule: KeySelectionParams, seed: int = 0
+def select_keys(
+    backend: Backend, parts: list[tuple[Index, int]], params: KeySelectionParams, seed: int = 0
 ) -> tuple[list[Tensor], Tensor, AttentionMetadata]:
-    """Selected keys of the last tokens of each part (how many), after the earlier ones in another step."""
+    """`parts`: index tensors, and how many of their last tokens are queries. Earlier tokens' keys are stored in another
+    step. Returns the selected positions of each part, the cache and the metadata.
+    """
     dim, dtype = parts[0][0].k.shape[1], parts[0][0].k.dtype
     sizes = [Part(index.q[-count:], index.k[:, None], index.k[:, None]) for index, count in parts]
     _, _, metadata = page(backend, sizes, seed=seed)
@@ -49,11 +53,11 @@ def select(
         if old := len(index.k) - count:
             earlier = _metadata_of_earlier_tokens(metadata, s, old, backend.block_size)
             backend.select_keys(
-                index.q[:old].flatten(1).clone(), index.k[:old], index.weights[:old], rule, cache, earlier
+                index.q[:old].flatten(1).clone(), index.k[:old], index.weights[:old], params, cache, earlier
             )
     q = torch.cat([index.q[-count:].flatten(1) for index, count in parts])
     k, weights = (torch.cat([getattr(index, name)[-count:] for index, count in parts]) for name in ("k", "weights"))
-    selected = backend.select_keys(q, k, weights, rule, cache, metadata)
+    selected = backend.select_keys(q, k, weights, params, cache, metadata)
     return list(selected.split([count for _, count in parts])), cache, metadata
 
 
@@ -64,62 +68,64 @@ def _metadata_of_earlier_tokens(metadata: AttentionMetadata, s: int, tokens: int
     return AttentionMetadata(key_start, whole, key_start, table, at, slots, tokens, tokens)
 
 
-def exact_scores(index: Index, rule: KeySelectionParams, count: int) -> Tensor:
+def exact_scores(index: Index, params: KeySelectionParams, count: int) -> Tensor:
     """[count, N] of the last tokens, in float64."""
 
     def rotate(x: Tensor) -> Tensor:
-        turned, rest = x.split((rule.cos_sin.shape[1], x.shape[-1] - rule.cos_sin.shape[1]), -1)
-        first, second = (turned[..., ::2], turned[..., 1::2]) if rule.is_interleaved else turned.chunk(2, -1)
-        cos, sin = rule.cos_sin[: len(x)].double().view(len(x), *[1] * (x.ndim - 2), -1).chunk(2, -1)
+        turned, rest = x.split((params.cos_sin.shape[1], x.shape[-1] - params.cos_sin.shape[1]), -1)
+        first, second = (turned[..., ::2], turned[..., 1::2]) if params.is_interleaved else turned.chunk(2, -1)
+        cos, sin = params.cos_sin[: len(x)].double().view(len(x), *[1] * (x.ndim - 2), -1).chunk(2, -1)
         pairs = torch.complex(first, second) * torch.complex(cos, sin)
         return torch.cat((pairs.real, pairs.imag, rest), -1)
 
-    k = F.layer_norm(index.k.double(), index.k.shape[1:], rule.norm_weight.double(), rule.norm_bias.double(), rule.eps)
+    k = F.layer_norm(
+        index.k.double(), index.k.shape[1:], params.norm_weight.double(), params.norm_bias.double(), params.eps
+    )
     products = torch.einsum("qhd,kd->qhk", rotate(index.q.double())[-count:], rotate(k)).relu()
     return torch.einsum("qhk,qh->qk", products, index.weights[-count:].double())
 
 
-@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize(("heads", "dim", "rotated", "top_k"), [(64, 128, 64, 33), (5, 24, 16, 300), (17, 30, 30, 7)])
 def test_selected_keys_have_highest_scores(
-    cpu: CpuBackend, heads: int, dim: int, rotated: int, top_k: int, neighbours: bool, generator: torch.Generator
+    cpu: CpuBackend, heads: int, dim: int, rotated: int, top_k: int, is_interleaved: bool, generator: torch.Generator
 ) -> None:
-    rule = params(dim, rotated, top_k, generator, neighbours=neighbours)
+    params = make_params(dim, rotated, top_k, generator, is_interleaved=is_interleaved)
     all_parts = [(Index(context, heads, dim, torch.float32, generator), count) for context, count in MIX]
     for backend, parts in ((cpu, all_parts), (ReferenceBackend(), all_parts[1:3])):
-        scores = [exact_scores(index, rule, count) for index, count in parts]
-        outputs, _, _ = select(backend, parts, rule)
+        scores = [exact_scores(index, params, count) for index, count in parts]
+        outputs, _, _ = select_keys(backend, parts, params)
         for (index, count), rows, exact in zip(parts, outputs, scores, strict=True):
-            for row, numbers, position in zip(rows, exact, range(len(index.k) - count, len(index.k)), strict=True):
-                seen = min(position + 1, top_k)
-                chosen = row[:seen].long()
-                assert (row[seen:] == -1).all()
+            for row, row_scores, position in zip(rows, exact, range(len(index.k) - count, len(index.k)), strict=True):
+                num_keys = min(position + 1, top_k)
+                chosen = row[:num_keys].long()
+                assert (row[num_keys:] == -1).all()
                 assert (chosen.diff() > 0).all()
                 assert 0 <= chosen[0] <= chosen[-1] <= position
-                best = numbers[: position + 1].sort(descending=True).values[:seen]
-                found = numbers[chosen].sort(descending=True).values
-                assert error(found, best) < 1e-5, backend.name
+                best_scores = row_scores[: position + 1].sort(descending=True).values[:num_keys]
+                selected_scores = row_scores[chosen].sort(descending=True).values
+                assert error(selected_scores, best_scores) < 1e-5, backend.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_earliest_of_keys_with_equal_scores_are_selected(
     cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    rule = params(16, 8, 40, generator, neighbours=False)
+    params = make_params(16, 8, 40, generator, is_interleaved=False)
     index = Index(300, 3, 16, dtype, generator)
     index.weights[:] = 0
     for backend in (cpu, ReferenceBackend()):
-        outputs, _, _ = select(backend, [(index, 20)], rule)
+        outputs, _, _ = select_keys(backend, [(index, 20)], params)
         assert torch.equal(outputs[0], torch.arange(40, dtype=torch.int32).expand(20, -1))
 
 
 def test_nan_scores_give_lists_that_attention_accepts(cpu: CpuBackend, generator: torch.Generator) -> None:
-    rule = params(16, 8, 40, generator, neighbours=False)
-    for spoiled in ("k", "q", "weights"):
+    params = make_params(16, 8, 40, generator, is_interleaved=False)
+    for name in ("k", "q", "weights"):
         index = Index(100, 3, 16, torch.float32, generator)
-        getattr(index, spoiled)[10:] = torch.nan
+        getattr(index, name)[10:] = torch.nan
         for backend in (cpu, ReferenceBackend()):
-            (rows,), _, _ = select(backend, [(index, 1)], rule)
+            (rows,), _, _ = select_keys(backend, [(index, 1)], params)
             assert (rows[0].diff() > 0).all()
             assert 0 <= rows[0, 0] <= rows[0, -1] < 100
 
@@ -131,15 +137,15 @@ def test_nan_scores_give_lists_that_attention_accepts(cpu: CpuBackend, generator
 def test_selected_keys_do_not_depend_on_batch_chunks_or_threads(
     cpu: CpuBackend, dtype: torch.dtype, heads: int, generator: torch.Generator
 ) -> None:
-    rule = params(32, 16, 50, generator, neighbours=False)
+    params = make_params(32, 16, 50, generator, is_interleaved=False)
     all_parts = [(Index(context, heads, 32, dtype, generator), count) for context, count in MIX]
     for backend, parts in ((cpu, all_parts), (ReferenceBackend(), all_parts[-1:] + all_parts[1:3])):
-        alone = [select(backend, [part], rule)[0][0] for part in parts]
+        alone = [select_keys(backend, [part], params)[0][0] for part in parts]
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert all(map(torch.equal, select(backend, parts, rule, seed=3)[0], alone))
+            assert all(map(torch.equal, select_keys(backend, parts, params, seed=3)[0], alone))
             for (index, count), rows in zip(parts, alone, strict=True):
-                assert torch.equal(select(backend, [(index, 1)], rule)[0][0], rows[count - 1 :])
+                assert torch.equal(select_keys(backend, [(index, 1)], params)[0][0], rows[count - 1 :])
 
 
 def sparse(
@@ -147,8 +153,8 @@ def sparse(
 ) -> tuple[Tensor, ...]:
     cache, _, metadata = page(backend, parts, seed=seed)
     q = torch.cat([part.q for part in parts])
-    rule = AttentionParams(0.1, value_dim=values)
-    out = backend.sparse_attention(q, cache, torch.cat(selected), metadata, rule)
+    params = AttentionParams(0.1, value_dim=values)
+    out = backend.sparse_attention(q, cache, torch.cat(selected), metadata, params)
     return out.split([len(part.q) for part in parts])
 
 
@@ -206,24 +212,24 @@ def test_sparse_attention_bits_do_not_depend_on_batch_chunks_or_threads(
             middle = len(part.q) // 2
             for begin, end in ((0, middle), (middle, len(part.q))):
                 if begin < end:
-                    some = sparse(cpu, [part.rows(begin, end)], [rows[begin:end]], 64)[0]
-                    assert torch.equal(some, whole[begin:end])
+                    chunk = sparse(cpu, [part.rows(begin, end)], [rows[begin:end]], 64)[0]
+                    assert torch.equal(chunk, whole[begin:end])
 
 
-@pytest.mark.parametrize("wrong", [[0, 1, 50], [0, 2, 1], [-1, 0, 1], [3, 3, 4]])
+@pytest.mark.parametrize("invalid", [[0, 1, 50], [0, 2, 1], [-1, 0, 1], [3, 3, 4]])
 def test_sparse_attention_rejects_keys_that_a_query_does_not_see(
-    cpu: CpuBackend, wrong: list[int], generator: torch.Generator
+    cpu: CpuBackend, invalid: list[int], generator: torch.Generator
 ) -> None:
     part = random_part(50, 1, 2, 1, 16, torch.float32, generator)
     with pytest.raises(IndexError, match="keys that a query does not see"):
-        sparse(cpu, [part], [torch.tensor([wrong], dtype=torch.int32)], 8)
+        sparse(cpu, [part], [torch.tensor([invalid], dtype=torch.int32)], 8)
 
 
 def test_select_keys_rejects_slots_outside_cache(cpu: CpuBackend, generator: torch.Generator) -> None:
-    rule, index = params(16, 8, 4, generator, neighbours=False), Index(30, 3, 16, torch.float32, generator)
-    _, cache, metadata = select(cpu, [(index, 30)], rule)
-    arguments = (index.q.flatten(1), index.k, index.weights, rule, cache)
+    params, index = make_params(16, 8, 4, generator, is_interleaved=False), Index(30, 3, 16, torch.float32, generator)
+    _, cache, metadata = select_keys(cpu, [(index, 30)], params)
+    arguments = (index.q.flatten(1), index.k, index.weights, params, cache)
     slots, table = metadata.slot_mapping + 10_000, metadata.block_table + 99
-    for wrong in (replace(metadata, slot_mapping=slots), replace(metadata, block_table=table)):
+    for invalid in (replace(metadata, slot_mapping=slots), replace(metadata, block_table=table)):
         with pytest.raises(IndexError, match="outside the"):
-            cpu.select_keys(*arguments, wrong)
+            cpu.select_keys(*arguments, invalid)

@@ -1,8 +1,8 @@
-"""A folder for PYTHONPATH that makes `quire serve` force scripted answers and log prompts, and changes nothing else.
+"""With this folder on PYTHONPATH, `quire serve` gives scripted answers and logs prompts. Nothing else changes.
 
-The answer is forced by a grammar that is attached where a request goes to the engine. Journal, engine, sampler and
-prefix cache are those of any server. The variable AGENT_LOOP names a folder with script.json: a list of texts that
-begin with `Turn N of M.`. The prompt's highest N decides which text comes next, whatever was requested before.
+A grammar, which is attached where a request goes to the engine, forces the answer. Journal, engine, sampler and prefix
+cache are those of any server. The variable AGENT_LOOP names a folder with script.json: a list of texts that
+begin with `Turn N of M.`. The answer is the text after the highest N in the prompt, whatever was requested before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if "AGENT_LOOP" in os.environ and "serve" in sys.orig_argv:
     FOLDER = Path(os.environ["AGENT_LOOP"])
     TURNS: list[str] = json.loads((FOLDER / "script.json").read_text(encoding="utf-8"))
     SUMMARY = "summarize this partial conversation"
-    """Aider's words for a request that shortens its history."""
+    """Aider's requests to shorten its history contain these words."""
     make_engine_requests = GenerationRequest.engine_requests
 
     def next_text(prompt: str) -> str:
@@ -33,7 +33,7 @@ if "AGENT_LOOP" in os.environ and "serve" in sys.orig_argv:
         return TURNS[min(num_turns, len(TURNS) - 1)]
 
     def script_answer(request: EngineCoreRequest) -> EngineCoreRequest:
-        """One token is one byte, or a special token above 255."""
+        """A token id is a byte, or above 255 a special token."""
         prompt = "".join(map(chr, request.prompt_ids))
         answer = next_text(prompt)
         with (FOLDER / "prompts.jsonl").open("a", encoding="utf-8") as log:

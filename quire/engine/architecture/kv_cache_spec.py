@@ -32,7 +32,7 @@ class PagedColumnState:
 
     channels: int
     columns: int
-    """Earlier tokens that a token sees."""
+    """Number of earlier tokens that the convolution reads for a token."""
     window: None = None
 
     @property

@@ -45,7 +45,7 @@ IGNORED_VLLM_KEYS = {
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """ "" if nothing is ignored."""
+    """Empty if nothing is ignored."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -202,7 +202,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """"" if requests may have images."""
+    """Empty if requests may have images."""
     step_tokens: int = 0
     content: str = ""
     code: str = ""

@@ -1,4 +1,4 @@
-"""GLM-5 (Z.ai, 2026): DeepSeek-V3.2's layers; the indexer's RoPE pairs neighbors."""
+"""GLM-5 (Z.ai, 2026): DeepSeek-V3.2's layers, with an indexer whose RoPE is interleaved."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from quire.engine.common.errors import ModelError
 from quire.engine.families.base import ModelConfig, indexer_reader, mla_mixers_reader
 from quire.engine.families.deepseek_v32 import DEEPSEEK_V32
 
-_SKIPPED_LAYERS = 2
-"""Default of index_skip_topk_offset."""
+_DEFAULT_SKIP_OFFSET = 2
+"""Of index_skip_topk_offset."""
 
 
 def _check_indexer_types(config: ModelConfig) -> None:
-    """Raises ModelError if layers reuse the choice of an earlier layer's indexer. The first of these fields that is set
-    says which: a type per layer, a letter per layer, or every how many layers an indexer runs.
+    """Raises ModelError if layers reuse the tokens that an earlier layer's indexer chose. Such layers follow from the
+    first of three fields that is set: `indexer_types` (a type per layer), `index_topk_pattern` (a letter per layer) or
+    `index_topk_freq` (the indexer runs in one of that many layers).
     """
     raw = config.raw
     if (types := raw.get("indexer_types")) is not None:
-        name, shares = "indexer_types", any(each != "full" for each in types)
+        name, has_reuse = "indexer_types", any(each != "full" for each in types)
     elif (pattern := raw.get("index_topk_pattern")) is not None:
-        name, shares = "index_topk_pattern", any(each not in ("F", "full") for each in pattern)
+        name, has_reuse = "index_topk_pattern", any(each not in ("F", "full") for each in pattern)
     else:
         offset = raw.get("index_skip_topk_offset")
-        first = (_SKIPPED_LAYERS if offset is None else offset) - 1
+        first = (_DEFAULT_SKIP_OFFSET if offset is None else offset) - 1
         name, period = "index_topk_freq", raw.get("index_topk_freq") or 1
-        shares = any(max(layer - first, 0) % period for layer in range(config.num_layers))
-    if shares:
+        has_reuse = any(max(layer - first, 0) % period for layer in range(config.num_layers))
+    if has_reuse:
         raise ModelError(f"model: config.json: {name}: layers that reuse another layer's indexer are not supported")
 
 

@@ -83,7 +83,7 @@ class MediaEmbeddings(NamedTuple):
 
 class Decoder:
     transformers_class = ""
-    """"" without the transformers backend."""
+    """Empty without the transformers backend."""
 
     def __init__(
         self,

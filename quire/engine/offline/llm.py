@@ -294,7 +294,7 @@ class LLM(LLMBase):
         """Embedding of each prompt: `[0].outputs.embedding`.
 
         Args:
-            truncate_prompt_tokens: Most tokens of a text; -1: the model's context.
+            truncate_prompt_tokens: Maximum tokens of a text; -1: the model's context.
 
         Raises:
             InvalidRequest: The prompt cannot be served, or the model makes no embeddings.

@@ -51,10 +51,10 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     max_model_len: int
     long_prefill_token_threshold: int
-    """Most tokens of a prompt per step; 0: no limit."""
+    """Maximum number of tokens of a prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
     """Always True: long prompts are computed in chunks."""

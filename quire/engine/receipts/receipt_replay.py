@@ -146,7 +146,7 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """ "" if nothing that may change bits differs."""
+    """Empty if all that may change bits is as recorded, and the recorded tokens did not depend on other requests."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]

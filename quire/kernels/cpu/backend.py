@@ -56,7 +56,7 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
-        """library: default is this CPU's best. activation_bits: see quantized_linear.py."""
+        """`library`: None loads the one for this CPU's instruction set. `activation_bits`: see quantized_linear.py."""
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)

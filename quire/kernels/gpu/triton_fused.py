@@ -1,5 +1,5 @@
-"""Kernels between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and norm weights are
-float32. Results are rounded once. Bits do not depend on the batch.
+"""Kernels for what lies between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and
+norm weights are float32. Results are rounded once. Bits do not depend on the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens sparse attention sees: see KeySelectionParams."""
+"""Chooses the keys of sparse attention in PyTorch. KeySelectionParams has the formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 _KEY_TILE = 128
 _QUERY_TILE = 16
-"""Sizes of the products: a row's sums do not depend on the batch."""
+"""All matrix products have these sizes, so that a row's sums do not depend on the batch."""
 
 
 def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:
@@ -27,7 +27,7 @@ def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor,
 
 
 def _score_keys(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """[rows, N] for up to _QUERY_TILE rows. float32, or float64 if q is."""
+    """Returns [rows, N], for at most _QUERY_TILE rows; float64 if q is, otherwise float32."""
     rows, heads, dim = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = F.pad(q.to(compute), (0, 0, 0, 0, 0, _QUERY_TILE - rows)).view(-1, dim)

@@ -15,8 +15,8 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this much of their body, so that equal instructions follow each other while their prefix is
-cached.
+"""Requests are sorted by the first bytes of their body, so that those with equal instructions run one after another and
+find them in the prefix cache.
 """
 
 

@@ -25,7 +25,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 """Accepted values by field; others would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
 INFILL_SAMPLER_MIN_P = 0.2
-"""Approximates the sampler `infill`, which drops tokens below this probability; min_p is a share of the largest."""
+"""Stands in for llama.cpp's sampler `infill`, which drops tokens below this probability. It is not the same, because
+min_p is relative to the largest probability.
+"""
 SAMPLER_FIELDS: Mapping[str, tuple[str, float]] = {
     "dry": ("dry_multiplier", 0.0),
     "top_n_sigma": ("top_n_sigma", -1.0),

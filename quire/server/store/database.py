@@ -40,7 +40,7 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """"" if the last write succeeded."""
+        """Empty if the last write succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:

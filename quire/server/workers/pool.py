@@ -228,7 +228,7 @@ class WorkerPool:
             raise
 
     async def _fork_with_retry(self) -> _WorkerProcess:
-        """Raises EngineError if the process that forks cannot be started or dies again."""
+        """Raises EngineError if the fork server cannot be started, or dies, in both tries."""
         for tries in (1, 2):
             process: Child | None = None
             try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.clients.agents.tunnel import pass_websocket
+from tests.clients.agents.tunnel import forward_websocket
 
 LONG = 40
 """Characters; a text with more, and with spaces, is prose."""
@@ -67,7 +67,7 @@ def recording(target: str) -> Iterator[Recorder]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             if headers.get("upgrade", "").lower() == "websocket":
                 recorder.websockets += 1
-                return pass_websocket(self, target, lambda _: None)
+                return forward_websocket(self, target, lambda _: None)
             kept = {name: value for name, value in headers.items() if name not in NOT_PASSED_ON}
             answer = httpx.request(self.command, target + self.path, content=body, headers=kept, timeout=120)
             if self.command == "POST":

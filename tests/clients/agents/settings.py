@@ -1,4 +1,4 @@
-"""Settings with which agents reach a server; docs/guides/chat-and-agents.md has them for users."""
+"""Settings with which agents reach a server. docs/guides/chat-and-agents.md explains them to users."""
 
 from __future__ import annotations
 

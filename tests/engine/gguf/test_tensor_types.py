@@ -1,4 +1,4 @@
-"""Every GGUF type has the numbers that llama.cpp's package reads, and a model of mixed types transformers' logprobs."""
+"""Every GGUF type has the numbers that llama.cpp's package reads. A model of mixed types has transformers' logprobs."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ def test_tensor_scale_of_nvfp4_with_wrong_shape_is_refused(tmp_path: Path) -> No
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=64, intermediate_size=128)
     write_gguf(folder, file, lambda _: "NVFP4")
     content = bytearray(file.read_bytes())
-    at = content.index(b"blk.0.attn_q.scale") + len(b"blk.0.attn_q.scale") + 4
-    assert int.from_bytes(content[at : at + 8], "little") == 1
-    content[at : at + 8] = (2).to_bytes(8, "little")
+    offset = content.index(b"blk.0.attn_q.scale") + len(b"blk.0.attn_q.scale") + 4
+    assert int.from_bytes(content[offset : offset + 8], "little") == 1
+    content[offset : offset + 8] = (2).to_bytes(8, "little")
     file.write_bytes(content)
     with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.scale has the shape \[2\], expected a factor"):
         EngineCore(EngineConfig(model=str(file), num_kv_blocks=16))

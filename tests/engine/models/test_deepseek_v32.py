@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 as published: config.json, names of tensors, and what is refused."""
+"""DeepSeek-V3.2 and GLM-5 are served with their published config.json and tensor names. What Quire lacks is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PUBLISHED: dict[str, Any] = {
 }
 """DeepSeek-V3.2's fields."""
 GLM: dict[str, Any] = {"model_type": "glm_moe_dsa"}
-SHAPES_OF_INDEXER = {
+INDEXER_SHAPES = {
     "wq_b.weight": (64 * 128, 1536),
     "wk.weight": (128, 7168),
     "k_norm.weight": (128,),
@@ -79,7 +79,7 @@ SHAPES_OF_INDEXER = {
 }
 
 
-def attention_of(config: dict[str, Any]) -> MLALayerSpec:
+def read_attention_spec(config: dict[str, Any]) -> MLALayerSpec:
     spec = read_decoder_spec(config)
     assert spec is not None
     layers = spec.sublayers_of_kind(MLALayerSpec)
@@ -88,7 +88,7 @@ def attention_of(config: dict[str, Any]) -> MLALayerSpec:
 
 
 def test_published_config_gives_indexer_and_its_tensors() -> None:
-    attention = attention_of(PUBLISHED)
+    attention = read_attention_spec(PUBLISHED)
     assert attention.indexer is not None
     assert (attention.indexer.num_heads, attention.indexer.head_dim, attention.indexer.top_k) == (64, 128, 2048)
     assert attention.is_interleaved
@@ -97,7 +97,7 @@ def test_published_config_gives_indexer_and_its_tensors() -> None:
     shapes = attention.parameter_shapes("model.layers.0", 7168)
     assert {
         name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)
-    } == SHAPES_OF_INDEXER
+    } == INDEXER_SHAPES
     with_indexers, without = (
         read_model_sizes(PUBLISHED | {"model_type": f"deepseek_{name}"}) for name in ("v32", "v3")
     )
@@ -106,7 +106,7 @@ def test_published_config_gives_indexer_and_its_tensors() -> None:
 
 
 def test_glm_5_rotates_neighbors_in_its_indexer() -> None:
-    indexer = attention_of(PUBLISHED | GLM | {"index_topk_freq": 1}).indexer
+    indexer = read_attention_spec(PUBLISHED | GLM | {"index_topk_freq": 1}).indexer
     assert isinstance(indexer, IndexerSpec)
     assert indexer.is_interleaved
 
@@ -161,29 +161,31 @@ def test_kv_block_holds_index_key_per_token(dtype: str, tmp_path: Path) -> None:
         max_model_len=128,
         max_num_seqs=12,
     )
-    made = EngineCore(config)
-    page = 3 * 16 * (32 + 16 + 24) * {"float32": 4, "bfloat16": 2}[dtype]
-    assert made.info.kv_bytes == made.info.num_blocks * page
-    assert made.info.num_blocks == min(300 * 2**10 // page, 12 * 8)
-    assert "32 latent + 16 rotated + 24 index" in made.info.arithmetic
-    assert predict_kv_tokens(config, Machine("here", 2**34, gpu=False)) == made.info.num_blocks * 16
+    engine = EngineCore(config)
+    block_bytes = 3 * 16 * (32 + 16 + 24) * {"float32": 4, "bfloat16": 2}[dtype]
+    assert engine.info.kv_bytes == engine.info.num_blocks * block_bytes
+    assert engine.info.num_blocks == min(300 * 2**10 // block_bytes, 12 * 8)
+    assert "32 latent + 16 rotated + 24 index" in engine.info.arithmetic
+    assert predict_kv_tokens(config, Machine("here", 2**34, gpu=False)) == engine.info.num_blocks * 16
 
 
 def test_indexer_that_chooses_all_tokens_gives_bits_of_dense_attention(tmp_path: Path) -> None:
-    """The same weights without the indexer are a DeepSeek-V3."""
+    """Without the indexer the same weights are those of a DeepSeek-V3."""
     sparse = save_tiny_model(tmp_path / "sparse", "deepseek_v32", index_topk=100)
     config, tensors = json.loads((sparse / "config.json").read_text()), load_file(sparse / "model.safetensors")
     dense = tmp_path / "dense"
     dense.mkdir()
     (dense / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3", "layer_types": None}))
     save_file({name: each for name, each in tensors.items() if ".indexer." not in name}, dense / "model.safetensors")
-    asked = [request("a", list(range(5, 80)), max_tokens=20, logprobs=0, prompt_logprobs=0)]
-    answers = [run(EngineCore(EngineConfig(model=str(each), num_kv_blocks=40)), asked)["a"] for each in (sparse, dense)]
+    requests = [request("a", list(range(5, 80)), max_tokens=20, logprobs=0, prompt_logprobs=0)]
+    answers = [
+        run(EngineCore(EngineConfig(model=str(each), num_kv_blocks=40)), requests)["a"] for each in (sparse, dense)
+    ]
     assert [each.ids for each in answers] == [answers[0].ids] * 2
     assert answers[0].logprobs == answers[1].logprobs
     assert answers[0].prompt_logprobs == answers[1].prompt_logprobs
     (sparse / "config.json").write_text(json.dumps(config | {"index_topk": 20}))
-    fewer = run(EngineCore(EngineConfig(model=str(sparse), num_kv_blocks=40)), asked)["a"]
+    fewer = run(EngineCore(EngineConfig(model=str(sparse), num_kv_blocks=40)), requests)["a"]
     assert fewer.prompt_logprobs is not None
     assert answers[0].prompt_logprobs is not None
     assert fewer.prompt_logprobs[:20] == answers[0].prompt_logprobs[:20]
@@ -191,14 +193,16 @@ def test_indexer_that_chooses_all_tokens_gives_bits_of_dense_attention(tmp_path:
 
 
 def test_fp8_checkpoint_has_unquantized_weights_of_index_queries(tmp_path: Path) -> None:
-    """As published: config.json does not say that they are."""
+    """The published config.json does not say that they are unquantized."""
     dense, config = save_tiny_model(tmp_path / "dense", "deepseek_v32"), {"quant_method": "fp8", "fmt": "e4m3"}
-    leave = ("lm_head", "mlp.gate.", "indexer.weights_proj")
+    unquantized = ("lm_head", "mlp.gate.", "indexer.weights_proj")
     pack = float8("block", "weight_scale_inv")
-    packed = quantize_checkpoint(dense, tmp_path / "packed", pack, config | {"weight_block_size": [128, 128]}, leave)
-    asked = [request("a", list(range(5, 80)), max_tokens=4, prompt_logprobs=0)]
+    packed = quantize_checkpoint(
+        dense, tmp_path / "packed", pack, config | {"weight_block_size": [128, 128]}, unquantized
+    )
+    requests = [request("a", list(range(5, 80)), max_tokens=4, prompt_logprobs=0)]
     options = {"num_kv_blocks": 40, "dtype": "float32"}
-    answers = [run(EngineCore(EngineConfig(model=str(each), **options)), asked)["a"] for each in (dense, packed)]
+    answers = [run(EngineCore(EngineConfig(model=str(each), **options)), requests)["a"] for each in (dense, packed)]
     numbers = [[each.logprob for each in answer.prompt_logprobs or () if each is not None] for answer in answers]
     assert len(numbers[0]) == 74
     assert numbers[1] == pytest.approx(numbers[0], abs=1e-4)

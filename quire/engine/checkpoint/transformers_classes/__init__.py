@@ -24,7 +24,7 @@ _POSITIONS_AFTER_PADDING = {
 
 @cache
 def rejection_reasons_by_model_type() -> Mapping[str, str]:
-    """ "" means served. tests/engine/models/test_every_class.py writes class_support.toml."""
+    """Empty if served. tests/engine/models/test_every_class.py writes class_support.toml."""
     content = tomllib.loads(Path(__file__).with_name("class_support.toml").read_text(encoding="utf-8"))
     reasons = dict.fromkeys(content["served"], "")
     return reasons | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}

@@ -38,7 +38,7 @@ def rope_types(fields: Mapping[str, Any]) -> set[str]:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    """ "" if absent. Qwen's mrope is the default type with several positions per token."""
+    """Empty if absent. Qwen's mrope is the default type with several positions per token."""
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     return "default" if kind == "mrope" else kind
 

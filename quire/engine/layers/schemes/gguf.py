@@ -79,7 +79,7 @@ def _q8_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 
 def _q2_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    d, least = read_float16(blocks[..., 80:82], 1), read_float16(blocks[..., 82:84], 1)
+    d, least = read_float16(blocks[..., 80:82], keepdim=True), read_float16(blocks[..., 82:84], keepdim=True)
     steps = blocks[..., :16].view(torch.int8)
     codes = unpack_code_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
     scales = NestedScales(d.squeeze(2), (steps & 15).flatten(1))
@@ -111,7 +111,7 @@ def _q5_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 def _q6_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     low = unpack_code_planes(blocks[..., :128], (0, 4), 15, width=64)
     high = unpack_code_planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
-    scales = read_float16(blocks[..., 208:210], 1) * blocks[..., 192:208].contiguous().view(torch.int8)
+    scales = read_float16(blocks[..., 208:210], keepdim=True) * blocks[..., 192:208].contiguous().view(torch.int8)
     return GroupedWeight(to_signed(low | high << 4, 32), scales.flatten(1))
 
 
@@ -180,7 +180,7 @@ SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """6-bit multiples of two float16 numbers shared by eight groups."""
-    d, least = read_float16(blocks[..., :2], 1), read_float16(blocks[..., 2:4], 1)
+    d, least = read_float16(blocks[..., :2], keepdim=True), read_float16(blocks[..., 2:4], keepdim=True)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     steps = torch.cat((first & 63, last & 15 | first >> 2 & 48), -1)
     down = torch.cat((second & 63, last >> 4 | second >> 2 & 48), -1)

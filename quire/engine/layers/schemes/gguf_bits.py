@@ -1,4 +1,4 @@
-"""Reads GGUF blocks: [out, blocks, bytes] uint8."""
+"""Reads numbers, codes and scales from GGUF blocks, which are [out, blocks, bytes] uint8."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 
 
-def read_float16(data: Tensor, wider: int = 0) -> Tensor:
-    """[..., blocks, 2] bytes to float32 [..., blocks], with `wider` [..., blocks, 1]."""
+def read_float16(data: Tensor, *, keepdim: bool = False) -> Tensor:
+    """[..., blocks, 2] bytes to float32 [..., blocks], or [..., blocks, 1] with `keepdim`."""
     numbers = data.contiguous().view(torch.float16).float()
-    return numbers if wider else numbers.squeeze(-1)
+    return numbers if keepdim else numbers.squeeze(-1)
 
 
 def read_uint16(data: Tensor) -> Tensor:
@@ -25,13 +25,13 @@ def read_uint32(data: Tensor) -> Tensor:
 
 
 def shift_and_mask(data: Tensor, shifts: range | tuple[int, ...], mask: int) -> Tensor:
-    """[..., n] to [..., n * shifts]."""
+    """[..., n] to [..., n * len(shifts)]: each number shifted right by each of `shifts`, and masked."""
     distances = torch.tensor(tuple(shifts), dtype=data.dtype, device=data.device)
     return (data.unsqueeze(-1) >> distances & mask).flatten(-2)
 
 
 def unpack_nibbles(data: Tensor) -> Tensor:
-    """[out, in] uint8; low nibbles hold a block's first half."""
+    """[out, blocks, bytes] to [out, in] uint8. Low nibbles are the first half of a block, high ones the second."""
     return torch.cat((data & 15, data >> 4), -1).flatten(1)
 
 
@@ -41,11 +41,11 @@ def unpack_single_bits(data: Tensor) -> Tensor:
 
 
 def unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
-    """[out, blocks, bytes] to [out, in] uint8; `width` bytes hold a plane after another."""
-    lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
+    """[out, blocks, bytes] to [out, in] uint8. Every `width` bytes hold one plane of codes per shift, in that order."""
+    planes = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
         tuple(shifts), dtype=torch.uint8, device=data.device
     ).view(-1, 1)
-    return (lines & mask).flatten(1)
+    return (planes & mask).flatten(1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -65,16 +65,16 @@ _CODEBOOKS = (
     "hnLaHRT+M1kPFfGCnRYJjG7j8eVw2Ul7RC3p5VgTOn5+XKjLUjGu1yl+y2R6/krHThbu3/s4FoodQVboz1wNuBi8kYrWaUBDtv66xI9Hz0TeEsdI"
     "c3gX3dvapfflzqPXYcxeoElcxnPp/xaeTRw="
 )
-"""The codebooks of ggml-common.h, one after another. An entry has 8 levels of 2 bits or, of IQ3, 4 levels of 3 bits,
-the first one lowest. This is base64 of zlib of little-endian 16-bit differences between entries.
+"""The codebooks of ggml-common.h, one after another. An entry has 8 levels of 2 bits, or 4 levels of 3 bits if IQ3;
+the first level is in the lowest bits. This is base64 of zlib of little-endian 16-bit differences between entries.
 """
 _SIGN_OF_IQ2, _SIGN_OF_IQ3 = 2, 3
-"""The bit of a code that negates."""
+"""Index of the bit that makes a code's value negative."""
 _IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 _IQ3_XXS_VALUES = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
 _IQ3_S_VALUES = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 _IQ1_VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
-"""8 times -1, 0 and 1, plus 1; then minus 1."""
+"""8 times the levels -1, 0 and 1, shifted by +1 in the first four and by -1 in the others."""
 _TERNARY_VALUES = (-1, 0, 1, 2)
 
 
@@ -95,7 +95,9 @@ def _look_up_levels(name: str, indices: Tensor) -> Tensor:
 
 
 def _unpack_seven_signs(words: Tensor) -> Tensor:
-    """Lowest 28 bits of [out, ...] are four times 7 signs, which the eighth makes even. Returns [out, in] uint8."""
+    """The lowest 28 bits of [out, ...] are four times 7 signs. Each eighth sign makes the number of negative ones even.
+    Returns [out, in] uint8.
+    """
     return _complete_signs(shift_and_mask(words, (0, 7, 14, 21), 127))
 
 
@@ -106,8 +108,10 @@ def _complete_signs(signs: Tensor) -> Tensor:
     return unpack_single_bits(signs | ((parity ^ parity >> 1) & 1) << 7)
 
 
-def _make_grouped(codes: Tensor, values: tuple[int, ...], d: Tensor, multiples: Tensor) -> GroupedWeight:
-    """`codes` [out, in]; `d` [out, blocks, 1]; `multiples` [out, blocks, groups]."""
+def _make_codebook_weight(codes: Tensor, values: tuple[int, ...], d: Tensor, multiples: Tensor) -> GroupedWeight:
+    """`codes` [out, in]. `d` [out, blocks, 1] is ggml's name of a block's scale. A group's scale is `d` times its entry
+    of `multiples` [out, blocks, groups].
+    """
     nested = NestedScales(d.squeeze(2), multiples.to(torch.int8).flatten(1))
     return make_nested_weight(codes, values, nested)
 
@@ -116,34 +120,38 @@ def iq2_xxs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     groups = blocks[..., 2:].unflatten(-1, (8, 8))
     words = read_uint32(groups[..., 4:]).squeeze(-1)
     codes = _look_up_levels("IQ2_XXS", groups[..., :4]) | _unpack_seven_signs(words) << _SIGN_OF_IQ2
-    return _make_grouped(codes, _IQ2_VALUES, read_float16(blocks[..., :2], 1) / 8, 2 * (words >> 28) + 1)
+    return _make_codebook_weight(
+        codes, _IQ2_VALUES, read_float16(blocks[..., :2], keepdim=True) / 8, 2 * (words >> 28) + 1
+    )
 
 
 def iq2_xs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     words = read_uint16(blocks[..., 2:66])
     codes = _look_up_levels("IQ2_XS", words & 511) | _complete_signs(words >> 9) << _SIGN_OF_IQ2
     multiples = 2 * shift_and_mask(blocks[..., 66:], (0, 4), 15) + 1
-    return _make_grouped(codes, _IQ2_VALUES, read_float16(blocks[..., :2], 1) / 8, multiples)
+    return _make_codebook_weight(codes, _IQ2_VALUES, read_float16(blocks[..., :2], keepdim=True) / 8, multiples)
 
 
 def iq2_s_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     indices = blocks[..., 2:34].int() | shift_and_mask(blocks[..., 66:74].int(), (0, 2, 4, 6), 3) << 8
     codes = _look_up_levels("IQ2_S", indices) | unpack_single_bits(blocks[..., 34:66]) << _SIGN_OF_IQ2
     multiples = 2 * shift_and_mask(blocks[..., 74:], (0, 4), 15) + 1
-    return _make_grouped(codes, _IQ2_VALUES, read_float16(blocks[..., :2], 1) / 8, multiples)
+    return _make_codebook_weight(codes, _IQ2_VALUES, read_float16(blocks[..., :2], keepdim=True) / 8, multiples)
 
 
 def iq3_xxs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     words = read_uint32(blocks[..., 66:])
     codes = _look_up_levels("IQ3_XXS", blocks[..., 2:66]) | _unpack_seven_signs(words) << _SIGN_OF_IQ3
-    return _make_grouped(codes, _IQ3_XXS_VALUES, read_float16(blocks[..., :2], 1) / 4, 2 * (words >> 28) + 1)
+    return _make_codebook_weight(
+        codes, _IQ3_XXS_VALUES, read_float16(blocks[..., :2], keepdim=True) / 4, 2 * (words >> 28) + 1
+    )
 
 
 def iq3_s_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     indices = blocks[..., 2:66].int() | shift_and_mask(blocks[..., 66:74].int(), range(8), 1) << 8
     codes = _look_up_levels("IQ3_S", indices) | unpack_single_bits(blocks[..., 74:106]) << _SIGN_OF_IQ3
     multiples = 2 * shift_and_mask(blocks[..., 106:], (0, 4), 15) + 1
-    return _make_grouped(codes, _IQ3_S_VALUES, read_float16(blocks[..., :2], 1), multiples)
+    return _make_codebook_weight(codes, _IQ3_S_VALUES, read_float16(blocks[..., :2], keepdim=True), multiples)
 
 
 def iq1_s_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
@@ -151,11 +159,13 @@ def iq1_s_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     indices = blocks[..., 2:34].int() | shift_and_mask(words, (0, 3, 6, 9), 7) << 8
     negative = (words >> 15).to(torch.uint8).repeat_interleave(32, -1).flatten(1)
     codes = _look_up_levels("IQ1", indices) | negative << _SIGN_OF_IQ2
-    return _make_grouped(codes, _IQ1_VALUES, read_float16(blocks[..., :2], 1) / 8, 2 * (words >> 12 & 7) + 1)
+    return _make_codebook_weight(
+        codes, _IQ1_VALUES, read_float16(blocks[..., :2], keepdim=True) / 8, 2 * (words >> 12 & 7) + 1
+    )
 
 
 def iq1_m_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    """Eight weights share the sign of the shift; the block's scale is in the highest bits of four words."""
+    """The shift of a group of 8 weights has one sign. The highest 4 bits of four words are the block's scale."""
     high, words = shift_and_mask(blocks[..., 32:48].int(), (0, 4), 15), read_uint16(blocks[..., 48:])
     indices = blocks[..., :32].int() | (high & 7) << 8
     codes = _look_up_levels("IQ1", indices) | ((high >> 3) << _SIGN_OF_IQ2).to(torch.uint8).repeat_interleave(
@@ -164,11 +174,11 @@ def iq1_m_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     nibbles = words >> 12
     halves = torch.stack((nibbles[..., 0] | nibbles[..., 1] << 4, nibbles[..., 2] | nibbles[..., 3] << 4), -1)
     multiples = 2 * shift_and_mask(words, (0, 3, 6, 9), 7) + 1
-    return _make_grouped(codes, _IQ1_VALUES, read_float16(halves.to(torch.uint8), 1) / 8, multiples)
+    return _make_codebook_weight(codes, _IQ1_VALUES, read_float16(halves.to(torch.uint8), keepdim=True) / 8, multiples)
 
 
 def tq1_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    """Bytes are fixed-point fractions; multiplied by 3 again and again, they give their digits."""
+    """A byte / 256 is a fraction whose digits in base 3 are the codes. Multiplying by 3 moves a digit to the front."""
     powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8, device=blocks.device).view(-1, 1)
     parts = [
         (blocks[..., begin:end].unsqueeze(-2) * powers[:digits]).flatten(2)

@@ -16,7 +16,7 @@ RenderProbe = Callable[[list[Message], bool, bool], str | None]
 """Maps (messages, tools, generation prompt) to text, or None if refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Rules or fixes that failed with the conversation's own texts, by unit."""
+"""By index of a message unit: rules or fixes that failed when the conversation's actual texts were rendered."""
 
 MAX_CACHED_STATES = 2000
 _MAX_STATE_STEPS = 12

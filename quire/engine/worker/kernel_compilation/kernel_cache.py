@@ -14,7 +14,7 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""fill.py in the Dockerfile makes these."""
+"""Only the container image has this folder. Its build compiles the kernels with fill.py."""
 
 
 COMPILE_LOCK = "quire-compile.lock"

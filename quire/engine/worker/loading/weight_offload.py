@@ -137,7 +137,7 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """ "" if unknown."""
+    """Empty if unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -86,7 +86,7 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> _InFlightStep:
-        """No row may follow a token that is still in flight."""
+        """The step must not need a token that a step in flight has yet to sample."""
         new_slots = {admission.slot for admission in scheduler_output.new_requests}
         if any(
             row.slot in new_slots

@@ -30,7 +30,7 @@ class LoadedPart(msgspec.Struct, frozen=True):
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
-    """"" on a single machine."""
+    """Empty on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -98,7 +98,7 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """"" if no process failed."""
+        """Empty if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
         """They return None once a process has ended."""

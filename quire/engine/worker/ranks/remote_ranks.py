@@ -55,7 +55,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """"" if accepted."""
+    """Empty if accepted."""
     final: bool = True
     """If True, the rank must not retry."""
 

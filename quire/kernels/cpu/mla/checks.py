@@ -1,3 +1,5 @@
+"""Checks what the C++ kernels of latent attention and key selection assume of their parameters."""
+
 from __future__ import annotations
 
 import torch
@@ -13,7 +15,7 @@ def check_latent_params(latent: LatentNormRopeParams) -> None:
         raise TypeError("the norm and the rotation of latents must be float32")
     size, rotated = latent.latent_and_rope_dims
     if size % 2 or not 2 <= rotated <= MAX_ROPE_DIM or not table.is_contiguous():
-        raise ValueError(f"a latent must be even, and its key of 2 to {MAX_ROPE_DIM} numbers, not {size} and {rotated}")
+        raise ValueError(f"expected an even latent with 2 to {MAX_ROPE_DIM} RoPE dimensions, got {size}, {rotated}")
 
 
 def check_key_selection_params(params: KeySelectionParams, dim: int) -> None:
@@ -23,4 +25,4 @@ def check_key_selection_params(params: KeySelectionParams, dim: int) -> None:
         raise TypeError("the norm and the rotation of index keys must be float32 and contiguous")
     rotated = params.cos_sin.shape[1]
     if dim % 2 or not 2 <= rotated <= min(dim, MAX_ROPE_DIM):
-        raise ValueError(f"an index key must be even, and rotate 2 to {MAX_ROPE_DIM} numbers, not {dim} and {rotated}")
+        raise ValueError(f"expected an even index key with 2 to {MAX_ROPE_DIM} RoPE dimensions, got {dim}, {rotated}")

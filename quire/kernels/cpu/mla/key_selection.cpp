@@ -34,7 +34,7 @@ struct Indexer {
 struct Query {
   long token;
   int sequence;
-  long keys;  // how many it sees
+  long keys;  // number of keys that it sees
 };
 
 // Rotates the token's queries, and stores its key.
@@ -60,7 +60,7 @@ void prepare_token(const Indexer<T>& x, long token) {
   store_key(key, x.cache + x.slots[token] / kBlock * x.stride, static_cast<int>(x.slots[token] % kBlock), dim);
 }
 
-// Scores of the keys of tile `tile`, which may be followed by those of unwritten slots. scores [kTile].
+// Writes the scores of the keys of tile `tile` to scores [kTile]. In the last tile unwritten slots get scores too.
 template <class T>
 void score_tile(const Indexer<T>& x, const Query& query, long tile, float* scores) {
   const long left = query.keys - tile * kTile;
@@ -91,7 +91,7 @@ void score_tile(const Indexer<T>& x, const Query& query, long tile, float* score
 }
 
 // Lists the positions of the `top` largest of `keys` scores, in ascending order. Of equal scores, the earlier one
-// counts as larger. NaN, which is replaced, is the smallest.
+// counts as larger. NaN is replaced by -infinity.
 void list_largest(float* scores, long keys, int top, int32_t* out) {
   static thread_local std::vector<float> ordered;
   for (long i = 0; i < keys; ++i)
@@ -109,8 +109,8 @@ void list_largest(float* scores, long keys, int top, int32_t* out) {
 
 template <class T>
 int select_keys(const Indexer<T>& x, long tokens, long pages, int sequences, int threads) {
-  constexpr long kOneThreadWork = 400000;  // as attention.cpp has it
-  constexpr long kMostScores = 1 << 21;    // kept at once
+  constexpr long kOneThreadWork = 400000;  // as in attention.cpp
+  constexpr long kMostScores = 1 << 21;    // scores that are in memory at once
   for (long t = 0; t < tokens; ++t)
     if (x.slots[t] < kElsewhere || x.slots[t] >= pages * kBlock) return 1;
   for (int s = 0; s < sequences; ++s)
@@ -137,7 +137,7 @@ int select_keys(const Indexer<T>& x, long tokens, long pages, int sequences, int
   if (work < kOneThreadWork) threads = 1;
   std::vector<float> scores;
   std::vector<std::pair<long, long>> tiles;  // a query, and one of its tiles
-  std::vector<long> begins;                  // of a query's scores
+  std::vector<long> begins;                  // where each query's scores begin
   for (size_t done = 0; done < queries.size(); done += begins.size()) {
     tiles.clear();
     begins.clear();

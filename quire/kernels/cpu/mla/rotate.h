@@ -1,8 +1,8 @@
 // The rotary embedding of what latent attention caches.
 #pragma once
 
-// Rotates pairs of numbers, neighbours or one of each half; the results stand in halves either way, for queries and
-// keys alike. In float32, rounded once. `out` may be x itself.
+// Rotates pairs of numbers: neighbors, or one of each half. Either way the first results of all pairs come first, then
+// the second ones, in queries and keys alike. Computes in float32 and rounds once. `out` may be x.
 template <class T>
 INLINE void rotate(const T* x, const float* cosines, int size, int neighbours, T* out) {
   constexpr int kMost = 256;

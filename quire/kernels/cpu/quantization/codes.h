@@ -1,4 +1,4 @@
-// How codes of less than 8 bits are packed, of 32 outputs, and become bytes. Steps are those of quantized.h.
+// How codes of 2, 3 and 4 bits of 32 outputs are packed, and how they become bytes. quantized.h defines steps.
 //
 //   4 bits   128 bytes are two steps: one in the low nibbles, the next in the high ones.
 //   2 bits   128 bytes are four steps, the first in the lowest bits.
@@ -14,7 +14,7 @@ namespace {
 INLINE Words load_words(const uint8_t* p) { return wload(reinterpret_cast<const uint32_t*>(p)); }
 
 struct CodeTables {
-  Words low, high;  // high: of 2-bit codes that are the upper half of a nibble
+  Words low, high;  // high: looks up 2-bit codes that are in the upper half of a nibble
 };
 
 template <int kBits>
@@ -22,7 +22,7 @@ struct Codes {
   const uint8_t* at;
   CodeTables tables;
 
-  // Of step `first` + i; `first` is a multiple of four, i is below.
+  // Bytes of step `first` + i. `first` is a multiple of four, and i is less than four.
   __attribute__((always_inline)) Words load(int first, int i, int column) const {
     constexpr int kColumn = kStepBytes / 2;
     if constexpr (kBits == 8) return load_words(at + (first + i) * kStepBytes + kColumn * column);
@@ -44,7 +44,7 @@ struct Codes {
   }
 };
 
-// Calls work with the bits of a code, as a compile-time constant.
+// Calls `work` with `bits` as a compile-time constant.
 template <class Work>
 INLINE void with_bits(int bits, const Work& work) {
   if (bits == 8) return work(std::integral_constant<int, 8>());
@@ -53,7 +53,7 @@ INLINE void with_bits(int bits, const Work& work) {
   work(std::integral_constant<int, 2>());
 }
 
-// Of all codes of a group at `at`, which are 0, sets that of an input and output; bytes of 8 bits are codes already.
+// Sets the code of an input and output in a group at `at`, whose codes must be 0 before unless they have 8 bits.
 INLINE void put_code(uint8_t* at, int bits, int input, int output, int code) {
   const int step = input / 4, byte = output * 4 + input % 4, column = output / 16;
   if (bits == 8) at[step * kStepBytes + byte] = static_cast<uint8_t>(code);
@@ -68,7 +68,7 @@ INLINE void put_code(uint8_t* at, int bits, int input, int output, int code) {
   for (int b = 0; b < 3; ++b) own[b * kColumn] |= static_cast<uint8_t>((code >> b & 1) << (column * 4 + 3));
 }
 
-// The code that put_code has set.
+// Returns the code that put_code set.
 INLINE int code_at(const uint8_t* at, int bits, int input, int output) {
   const int step = input / 4, byte = output * 4 + input % 4, column = output / 16;
   if (bits == 8) return at[step * kStepBytes + byte];

@@ -17,7 +17,7 @@ INTERLEAVED_OUTPUTS = 64
 """Outputs whose words lie side by side, one step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
-"""Most padding that a longer step may add, as a fraction of a line."""
+"""Maximum padding that a longer step may add, as a fraction of a line."""
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Doubled 4-bit floats (e2m1), by code."""
 

@@ -50,7 +50,7 @@ def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """ "" if the model should fit or cannot be estimated."""
+    """Empty if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""

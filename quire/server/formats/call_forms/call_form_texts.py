@@ -66,7 +66,7 @@ class CallFormTexts:
 
     @cached_property
     def has_distinct_marker(self) -> bool:
-        """If False, ordinary text could match, so names must be tools'."""
+        """If False, ordinary text could match, so only the names of the request's tools begin a call."""
         marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 
