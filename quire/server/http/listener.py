@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
@@ -16,6 +17,8 @@ from quire.server.config import ServerConfig
 
 log = logging.getLogger("quire.server.cli.serve")
 UNIX_SOCKET_MODE = 0o666
+_MAX_LOCK_TRIES = 100
+"""A try fails if a server that ends removes the file before it is locked, or on a file system without stable inodes."""
 UNPROTECTED_WARNING = (
     "anyone who can reach %s may use this server, read and delete its stored data, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
@@ -88,20 +91,38 @@ def _locked(path: Path) -> Iterator[None]:
     """
     lock_path = path.with_name(f"{path.name}.lock")
     try:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        for _ in range(_MAX_LOCK_TRIES):
+            if (lock := _lock_file_or_none(lock_path)) is not None:
+                break
+        else:
+            raise BlockingIOError
+    except BlockingIOError:
+        raise ConfigError(f"uds: another server listens on {path}, or will once it has loaded", param="uds") from None
     except OSError as error:
-        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}", param="uds") from None
-    with closing(os.fdopen(lock)):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"uds: another server listens on {path}, or will once it has loaded", param="uds"
-            ) from None
-        try:
-            yield
-        finally:
-            lock_path.unlink(missing_ok=True)
+        why = error.strerror or error
+        raise ConfigError(f"uds: cannot listen on {path}: {lock_path}: {why}", param="uds") from None
+    try:
+        yield
+    finally:
+        lock_path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _lock_file_or_none(path: Path) -> int | None:
+    """A descriptor; None if the locked file is no longer at `path`, where a third server could lock another one."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        status = os.fstat(lock)
+        if not stat.S_ISREG(status.st_mode) or status.st_size:
+            raise FileExistsError(errno.EEXIST, "belongs to another program: a lock is an empty file")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _file_identity(path) == (status.st_dev, status.st_ino):
+            return lock
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
 
 
 def _remove_stale_socket(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -68,6 +69,45 @@ def test_socket_of_loading_server_is_refused(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
     assert not list(path.parent.iterdir()), "neither the socket nor its lock"
+
+
+def test_lock_is_one_file_when_ending_server_removes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening and the locking, the server that held the lock removes its file."""
+    lock, removed = Path(f"{path}.lock"), list[Path]()
+    flock = fcntl.flock
+
+    def end_other_server_first(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(lock)
+            lock.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", end_other_server_first)
+    config = ServerConfig(uds=path)
+    with (
+        open_listener(config),
+        pytest.raises(ConfigError, match=r"another server listens on quire\.sock, or will"),
+        open_listener(config),
+    ):
+        pass
+    assert removed
+    assert not list(path.parent.iterdir())
+
+
+def test_lock_follows_no_link_of_another_user(path: Path) -> None:
+    path.with_name("quire.sock.lock").symlink_to("chosen")
+    with pytest.raises(ConfigError, match=r"quire\.sock\.lock: "), open_listener(ServerConfig(uds=path)):
+        pass
+    assert not Path("chosen").exists()
+
+
+def test_file_of_another_program_at_lock_path_is_kept(path: Path) -> None:
+    """`--uds poetry` would otherwise delete poetry.lock."""
+    notes = path.with_name("quire.sock.lock")
+    notes.write_text("notes")
+    with pytest.raises(ConfigError, match="belongs to another program"), open_listener(ServerConfig(uds=path)):
+        pass
+    assert notes.read_text() == "notes"
 
 
 def test_server_with_full_backlog_is_another_server(path: Path) -> None:
