@@ -25,7 +25,7 @@ SUMMARY = b"summarize this partial conversation"
 """In aider's requests to shorten its history. It sends some to the weak model, and then again to the main one."""
 ANSWER_TIMEOUT_SECONDS = 60.0
 EVENTS_BEFORE_KILL = 8
-"""Events that a stream has sent when it is cut."""
+"""Events of a stream that precede the kill."""
 Process = Literal["engine", "API"]
 
 
@@ -85,6 +85,9 @@ class AgentProxy:
         return exchange, json.dumps(body).encode()
 
     def kill_if_due(self, exchange: Exchange, in_stream: bool) -> None:
+        """Raises ConnectionAbortedError if the stream's API process was killed: what the process has sent but the agent
+        not received is lost, as if it had died at this event.
+        """
         with self.lock:
             kill = self.kills.get(exchange.turn)
             if kill is None or exchange.is_side_request or kill.in_stream != in_stream:
@@ -96,6 +99,8 @@ class AgentProxy:
             if not in_stream:
                 exchange.epoch = self.epoch
             self.server.kill(kill.process)
+        if in_stream and kill.process == "API":
+            raise ConnectionAbortedError
 
     def wait_for_others(self, exchange: Exchange) -> None:
         deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
@@ -219,10 +224,10 @@ class ProxyHandler(BaseHTTPRequestHandler):
             sent += part
             if exchange is not None and not exchange.answer_id:
                 self.server.proxy.note_answer_id(exchange, sent)
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-            self.wfile.flush()
             if exchange is not None and sent.count(b"data: ") >= EVENTS_BEFORE_KILL:
                 self.server.proxy.kill_if_due(exchange, in_stream=True)
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            self.wfile.flush()
         if exchange is not None:
             exchange.status = answer.status_code
             self.server.proxy.end_exchange(exchange, sent)
