@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
@@ -49,6 +50,18 @@ def test_request_with_non_finite_logits_fails_alone(params: dict[str, Any], back
         assert errors.keys() == {"lost"}
         assert errors["lost"].startswith("the model computed no finite logit for the next token")
         assert tokens == {name: each.ids for name, each in expected.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_head_with_nan_is_refused(tied: bool, tmp_path: Path) -> None:
+    """One logit of each row would be NaN, and sampling would choose any token."""
+    path = save_tiny_model(tmp_path, "llama", tie_word_embeddings=tied)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    tensors[name][BROKEN, 3] = torch.nan
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} holds numbers that are infinite or NaN"):
+        EngineCore(EngineConfig(model=str(path), num_kv_blocks=8))
 
 
 def tokens_and_errors(

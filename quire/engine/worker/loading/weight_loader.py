@@ -26,10 +26,11 @@ _MAX_NAMES = 8
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Returns bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN if
-    `require_finite`.
+    """Returns bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN in the
+    output head or, if `require_finite`, in any tensor. Elsewhere NaN spreads to whole rows, and their request fails; a
+    head's NaN spoils single logits, which no step would notice.
     """
-    missing = dict(table)
+    missing, head_name = dict(table), _HEAD_NAME if _HEAD_NAME in table else _EMBEDDING_NAME
     left_over = []
     size = 0
     for name, tensor in _merge_tied_head(stream, table):
@@ -47,7 +48,7 @@ def load_weights(
         tensor = parameter.slice_tensor(tensor)
         # Copy: a view would keep the whole mapped file in memory.
         tensor = tensor.to(device=device, dtype=parameter.dtype, copy=True)
-        if require_finite and not _is_finite(tensor):
+        if (require_finite or name == head_name) and not _is_finite(tensor):
             raise ModelError(f"model: {name} holds numbers that are infinite or NaN")
         parameter.weight_loader(tensor)
         size += tensor.numel() * parameter.dtype.itemsize
@@ -89,6 +90,7 @@ def _is_finite(tensor: Tensor) -> bool:
     """Takes a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
+        or tensor.is_meta
         or not tensor.numel()
         or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
     )
