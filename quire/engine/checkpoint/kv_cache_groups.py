@@ -134,20 +134,24 @@ def build_kv_cache_groups(
     layers_by_window = Counter(effective_windows)
     if len(layers_by_window) == 1:
         return single_kv_cache_group(len(effective_windows), effective_windows[0])
-    max_blocks = -(-max_context // block_size)
-    lowest_cost, layers_per_block = len(effective_windows) * max_blocks, 0
+    layers_per_block = _choose_layers_per_block(layers_by_window, -(-max_context // block_size), block_size)
+    if layers_per_block is None:
+        return single_kv_cache_group(len(effective_windows))
+    return _assign_layers_to_groups(effective_windows, layers_by_window, layers_per_block)
+
+
+def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: int, block_size: int) -> int | None:
+    """Returns the largest size that needs the least memory, or None if one group for all layers needs no more."""
+    lowest_cost, layers_per_block = layers_by_window.total() * max_blocks, None
     for size in range(1, max(layers_by_window.values()) + 1):
         groups = {window: -(-count // size) for window, count in layers_by_window.items()}
         cost = size * sum(
             count * _max_blocks_in_window(window, 1, max_blocks, block_size) for window, count in groups.items()
         )
-        if sum(groups.values()) <= _MAX_GROUPS and (cost < lowest_cost or (layers_per_block and cost == lowest_cost)):
+        is_lower = cost < lowest_cost or (layers_per_block is not None and cost == lowest_cost)
+        if sum(groups.values()) <= _MAX_GROUPS and is_lower:
             lowest_cost, layers_per_block = cost, size
-    return (
-        _assign_layers_to_groups(effective_windows, layers_by_window, layers_per_block)
-        if layers_per_block
-        else single_kv_cache_group(len(effective_windows))
-    )
+    return layers_per_block
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import EngineError
-from quire.engine.common.types import EngineCoreRequest
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.offline.offline_model import GenerationTask
 from quire.engine.offline.outputs import (
     CompletionBuilder,
@@ -42,18 +42,7 @@ async def stream_outputs(
             for output in outputs:
                 if output.error is not None:
                     raise EngineError(output.error)
-                if output.prompt_logprobs is not None:
-                    request_output.prompt_logprobs = [
-                        None if each is None else logprobs_by_token(each, tokenizer) for each in output.prompt_logprobs
-                    ]
-                request_output.num_cached_tokens = max(request_output.num_cached_tokens, output.cached_tokens)
-                if (
-                    output.prefix is not None
-                    and output.prefix.tokens_by_reason
-                    and not request_output.num_missed_tokens
-                ):
-                    request_output.num_missed_tokens = output.prefix.num_missed_tokens
-                    request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
+                _add_prompt_outputs(request_output, output, tokenizer)
                 new_outputs.append(builders[output.id].add_output_and_get_delta(output))
                 if new_outputs[-1].finished():
                     stream.abort(output.id)  # the engine goes on after a stop string
@@ -91,6 +80,18 @@ def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
         )
         for index in range(task.params.n)
     ]
+
+
+def _add_prompt_outputs(request_output: RequestOutput, output: EngineCoreOutput, tokenizer: Tokenizer) -> None:
+    """Add log probabilities of the prompt, and what the prefix cache had of it."""
+    if output.prompt_logprobs is not None:
+        request_output.prompt_logprobs = [
+            None if each is None else logprobs_by_token(each, tokenizer) for each in output.prompt_logprobs
+        ]
+    request_output.num_cached_tokens = max(request_output.num_cached_tokens, output.cached_tokens)
+    if output.prefix is not None and output.prefix.tokens_by_reason and not request_output.num_missed_tokens:
+        request_output.num_missed_tokens = output.prefix.num_missed_tokens
+        request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
 
 
 async def _add_versions_and_receipt(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -89,8 +89,10 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
     """None: the model can recompute these answers."""
-    if receipt.irreproducible:
-        return receipt.irreproducible
+    return receipt.irreproducible or _difference_of_model(receipt, model) or _missing_or_invalid_input(receipt, model)
+
+
+def _difference_of_model(receipt: Receipt, model: ReplayModel) -> str | None:
     different_files = [
         name for name in ("config", "tokenizer") if getattr(receipt.hashes, name) != getattr(model.hashes, name)
     ]
@@ -103,6 +105,10 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
         return f"the weights differ: the answer was computed by {recorded_names}; this model has {model.weights_digest}"
     if receipt.adapter is not None and receipt.adapter.digest not in model.adapters:
         return f"the adapter {receipt.adapter.name} ({receipt.adapter.digest}) was not given: --adapter FOLDER"
+    return None
+
+
+def _missing_or_invalid_input(receipt: Receipt, model: ReplayModel) -> str | None:
     digests = {digest for prompt in receipt.prompts for _, _, digest in prompt.images}
     if missing_images := sorted(digests - model.images.keys()):
         why = f"it has images, of which a receipt has only the hashes ({missing_images[0]})"
@@ -173,41 +179,56 @@ async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
     """Return the first difference. Raises InvalidRequest."""
+    recomputed = await _recompute_segment(receipt, segment, model, client)
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
-    request = _make_replay_request(receipt, segment, model)
-    stream = client.submit([request], request.id)
-    ids: list[int] = []
-    logprobs: list[float | None] = []
-    prompt_logprobs: list[float | None] | None = None
-    try:
-        async for outputs in stream:
-            for output in outputs:
-                if output.error is not None:
-                    raise InvalidRequest(output.error) if output.cause == "grammar" else EngineError(output.error)
-                ids += output.new_ids
-                logprobs += logprob_values(output.logprobs or [])
-                if output.prompt_logprobs is not None:
-                    prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
-            if len(ids) >= len(expected_ids):
-                break
-    finally:
-        stream.close()
     where = f"choice {choice.index}, " if len(receipt.choices) > 1 else ""
+    ids, logprobs = recomputed.ids, recomputed.logprobs
     if (index := _first_difference(expected_ids, ids[: len(expected_ids)])) is not None:
-        descriptions = [
+        expected_token, actual_token = (
             _describe_token(each[index] if index < len(each) else None, model.tokenizer) for each in (expected_ids, ids)
-        ]
-        return f"{where}token {segment.begin + index}: expected {descriptions[0]}, got {descriptions[1]}"
+        )
+        return f"{where}token {segment.begin + index}: expected {expected_token}, got {actual_token}"
     expected = (choice.logprobs or [])[segment.begin : segment.end]
     if (index := _first_difference(expected, logprobs[: len(expected)])) is not None:
         return (
             f"{where}log probability of token {segment.begin + index}: "
             f"expected {expected[index]!r}, got {logprobs[index]!r}"
         )
-    expected = choice.prompt_logprobs or [] if prompt_logprobs is not None else []
-    if (index := _first_difference(expected, prompt_logprobs or [])) is not None:
+    expected = choice.prompt_logprobs or [] if recomputed.prompt_logprobs is not None else []
+    if (index := _first_difference(expected, recomputed.prompt_logprobs or [])) is not None:
         return f"{where}log probability of the prompt's token {index + 1}: expected {expected[index]!r}"
     return None
+
+
+@dataclass(slots=True)
+class _RecomputedSegment:
+    ids: list[int] = field(default_factory=list)
+    """May be longer than the segment: a step can give several tokens."""
+    logprobs: list[float | None] = field(default_factory=list)
+    prompt_logprobs: list[float | None] | None = None
+
+
+async def _recompute_segment(
+    receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
+) -> _RecomputedSegment:
+    """Raises InvalidRequest if the request's grammar fails, EngineError for other failures."""
+    request = _make_replay_request(receipt, segment, model)
+    recomputed = _RecomputedSegment()
+    stream = client.submit([request], request.id)
+    try:
+        async for outputs in stream:
+            for output in outputs:
+                if output.error is not None:
+                    raise InvalidRequest(output.error) if output.cause == "grammar" else EngineError(output.error)
+                recomputed.ids += output.new_ids
+                recomputed.logprobs += logprob_values(output.logprobs or [])
+                if output.prompt_logprobs is not None:
+                    recomputed.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
+            if len(recomputed.ids) >= segment.end - segment.begin:
+                break
+    finally:
+        stream.close()
+    return recomputed
 
 
 def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: ReplayModel) -> EngineCoreRequest:

@@ -70,24 +70,37 @@ def make_kv_offloader(
         sizes[host.name] = lambda: host.num_blocks_and_bytes
         costs.record_load(host.name, _NUM_TRIAL_COPIES, _measure_copy_seconds(mover))
     if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
-        kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
-        weights = None if weight_files is None else weight_files.content_hash(kv_folder)
+        weights, reason_without = _hash_weights(config, weight_files)
         if weights is None:
-            why = "are in no file" if weight_files is None else "changed on disk while they were loaded"
-            notes.append(f"KV blocks are not offloaded: the weights {why}")
+            notes.append(f"KV blocks are not offloaded: the weights {reason_without}")
         else:
             identity = compute_identity(config, model, weights, layout)
-            if config.kv_offload_dir is not None:
-                disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
-                tiers.append(GuardedTier(disk, identity))
-                sizes[disk.name] = lambda: disk.num_blocks_and_bytes
-            if config.kv_offload_tier is not None:
-                tiers.append(GuardedTier(_make_custom_tier(config.kv_offload_tier, identity), identity))
+            tiers += _make_persistent_tiers(config, identity, sizes)
     if not tiers:
         return None, notes
     bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
     capacities = [_capacity_text(tier.name, bounds.get(tier.name), mover.block_bytes, block_tokens) for tier in tiers]
     return make_tiered_offloader(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes
+
+
+def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tuple[bytes | None, str]:
+    """Returns a hash of the weights' content, or None and why there is none. Raises ConfigError for the folder."""
+    kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
+    if weight_files is None:
+        return None, "are in no file"
+    return weight_files.content_hash(kv_folder), "changed on disk while they were loaded"
+
+
+def _make_persistent_tiers(config: EngineConfig, identity: bytes, sizes: dict[str, TierUsage]) -> list[Tier]:
+    """Adds to `sizes`. Raises ConfigError."""
+    tiers: list[Tier] = []
+    if config.kv_offload_dir is not None:
+        disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
+        tiers.append(GuardedTier(disk, identity))
+        sizes[disk.name] = lambda: disk.num_blocks_and_bytes
+    if config.kv_offload_tier is not None:
+        tiers.append(GuardedTier(_make_custom_tier(config.kv_offload_tier, identity), identity))
+    return tiers
 
 
 def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tokens: int) -> str:

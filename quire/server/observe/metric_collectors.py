@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.common.scheduler_output import DRAFT_SOURCES
+from quire.engine.core.stats import EngineStats
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
 
 MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -109,17 +111,8 @@ def build_metric_family(
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
-
-    def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
-        values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
-        return build_metric_family(kind, name, text, LABELS, values_by_labels)
-
-    def per_engine_and_label(
-        kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
-    ) -> Metric:
-        pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
-        values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
-        return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
+    per_engine = partial(_per_engine, model_name)
+    per_engine_and_label = partial(_per_engine_and_label, model_name)
 
     for name, text, field in GAUGES:
         yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
@@ -133,21 +126,39 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     yield per_engine(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", usage)
     for name, text, field in COUNTERS:
         yield per_engine(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
-    accepted, text = [each.accepted_drafts for each in stats], "Draft tokens that were accepted"
-    name = "vllm:spec_decode_num_accepted_tokens"
-    yield per_engine(CounterMetricFamily, name, f"{text}.", [sum(each) for each in accepted])
-    if any(accepted):
-        accepted_by_position = [{str(position): count for position, count in enumerate(each)} for each in accepted]
-        text = f"{text}, by position in the draft."
-        yield per_engine_and_label(CounterMetricFamily, f"{name}_per_pos", text, "position", accepted_by_position)
-        for name, text, field in SOURCE_COUNTERS:
-            counts = [dict(zip(DRAFT_SOURCES, getattr(each, field), strict=False)) for each in stats]
-            yield per_engine_and_label(CounterMetricFamily, name, text, "source", counts)
+    yield from _draft_metrics(stats, model_name)
     for kind, name, text, field in TIER_METRICS if any(each.tiers for each in stats) else ():
         tiers = [{tier.name: getattr(tier, field) for tier in each.tiers} for each in stats]
         yield per_engine_and_label(kind, name, text, "tier", tiers)
     for name, text, field in SUPERVISION_COUNTERS:
         yield build_metric_family(CounterMetricFamily, name, text, LABELS[:1], {(model_name,): getattr(link, field)})
+
+
+def _draft_metrics(stats: Sequence[EngineStats], model_name: str) -> Iterator[Metric]:
+    accepted, text = [each.accepted_drafts for each in stats], "Draft tokens that were accepted"
+    name = "vllm:spec_decode_num_accepted_tokens"
+    yield _per_engine(model_name, CounterMetricFamily, name, f"{text}.", [sum(each) for each in accepted])
+    if not any(accepted):
+        return
+    accepted_by_position = [{str(position): count for position, count in enumerate(each)} for each in accepted]
+    name, text = f"{name}_per_pos", f"{text}, by position in the draft."
+    yield _per_engine_and_label(model_name, CounterMetricFamily, name, text, "position", accepted_by_position)
+    for name, text, field in SOURCE_COUNTERS:
+        counts = [dict(zip(DRAFT_SOURCES, getattr(each, field), strict=False)) for each in stats]
+        yield _per_engine_and_label(model_name, CounterMetricFamily, name, text, "source", counts)
+
+
+def _per_engine(model_name: str, kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
+    values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
+    return build_metric_family(kind, name, text, LABELS, values_by_labels)
+
+
+def _per_engine_and_label(
+    model_name: str, kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
+) -> Metric:
+    pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
+    values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
+    return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from quire.server.protocol.tools import (
     FunctionOrCustomTool,
     NamedCustomTool,
     NamedFunction,
+    ToolChoice,
     ToolSpec,
 )
 from quire.server.resolve.custom_tools import can_enforce_patterns, custom_tool_function
@@ -128,50 +129,64 @@ def resolve_request_tools(
 ) -> RequestTools:
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
     strict = frozenset(spec.name for spec in specs if spec.function.strict or strict_level == "parameter")
-    known: dict[str, Tool] = {}
-    for index, spec in enumerate(specs):
-        function = spec.function
-        if function.name in known:
-            raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
-        parameters = function.parameters if spec.name in strict else repair_argument_schema(function.parameters)
-        known[function.name] = Tool(function.name, _check_and_complete_parameters(parameters, index))
+    tools_by_name = _make_tools(specs, strict)
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         allowed = [tool.name for tool in choice.allowed_tools.tools]
-        if missing := next((name for name in allowed if name not in known), None):
-            raise InvalidRequest(f"tool_choice: there is no tool named {missing}", param="tool_choice")
+        for name in allowed:
+            _check_is_tool(name, tools_by_name)
         specs = [spec for spec in specs if spec.name in allowed]
-        known = {name: tool for name, tool in known.items() if name in allowed}
+        tools_by_name = {name: tool for name, tool in tools_by_name.items() if name in allowed}
         choice = choice.allowed_tools.mode
-    named = choice.name if isinstance(choice, NamedFunction | NamedCustomTool) else None
-    if named is not None and named not in known:
-        raise InvalidRequest(f"tool_choice: there is no tool named {named}", param="tool_choice")
-    if choice == "required" and not known:
-        raise InvalidRequest("tool_choice required needs tools to choose from", param="tool_choice")
-    if choice == "none" or not known:
+    required_tools = _choose_required_tools(choice, tools_by_name)
+    if choice == "none" or not tools_by_name:
         return NO_TOOLS
     if format is None:
         raise InvalidRequest(
             "tool calls are disabled here (--tool-call-parser none); the operator can set --tool-call-parser auto",
             param="tools",
         )
-    must_call: Sequence[Tool] = ()
-    if named is not None:
-        must_call = [known[named]]
-    elif choice == "required":
-        must_call = list(known.values())
     return RequestTools(
         template_tools=[spec.to_template_tool() for spec in specs],
         tool_format=format,
-        tools_by_name=known,
+        tools_by_name=tools_by_name,
         custom_tool_names=frozenset(spec.name for spec in body.tools if isinstance(spec, CustomToolSpec)),
-        required_tools=must_call,
-        strict_tool_names=strict & known.keys(),
+        required_tools=required_tools,
+        strict_tool_names=strict & tools_by_name.keys(),
         constrains_all_calls=strict_level != "auto",
-        allows_parallel=body.parallel_tool_calls and named is None,
+        allows_parallel=body.parallel_tool_calls and not isinstance(choice, NamedFunction | NamedCustomTool),
         closes_objects=close,
         schema_fields={spec.name: _tool_schema_field(spec, index) for index, spec in enumerate(body.tools)},
     )
+
+
+def _make_tools(specs: Sequence[ToolSpec], strict: Collection[str]) -> dict[str, Tool]:
+    """`strict`: names whose schemas are taken as they are. Raises InvalidRequest."""
+    tools: dict[str, Tool] = {}
+    for index, spec in enumerate(specs):
+        function = spec.function
+        if function.name in tools:
+            raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
+        parameters = function.parameters if spec.name in strict else repair_argument_schema(function.parameters)
+        tools[function.name] = Tool(function.name, _check_and_complete_parameters(parameters, index))
+    return tools
+
+
+def _choose_required_tools(choice: ToolChoice, tools_by_name: Mapping[str, Tool]) -> list[Tool]:
+    """Returns the tools one of which must be called; none if no call is required. Raises InvalidRequest."""
+    if isinstance(choice, NamedFunction | NamedCustomTool):
+        _check_is_tool(choice.name, tools_by_name)
+        return [tools_by_name[choice.name]]
+    if choice != "required":
+        return []
+    if not tools_by_name:
+        raise InvalidRequest("tool_choice required needs tools to choose from", param="tool_choice")
+    return list(tools_by_name.values())
+
+
+def _check_is_tool(name: str, tools_by_name: Mapping[str, Tool]) -> None:
+    if name not in tools_by_name:
+        raise InvalidRequest(f"tool_choice: there is no tool named {name}", param="tool_choice")
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:

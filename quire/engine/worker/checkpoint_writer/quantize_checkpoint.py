@@ -82,17 +82,8 @@ def _write_quantized_checkpoint(
     after = 0
     for shard, tensor_layouts in layouts.items():
         file_name = f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
-        tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
-        with SafetensorsFileWriter(out / file_name, tensors) as file:
-            for name, stored in iter_file_tensors(shard):
-                tensor = stored if smoother is None else smoother.smooth_tensor(name, stored)
-                if len(tensor_layouts[name]) == 1:
-                    file.write_tensor(name, tensor.to(stored.dtype))
-                    continue
-                linears += 1
-                for part, content in target_format.quantize_weight(tensor).items():
-                    file.write_tensor(f"{_strip_weight_suffix(name)}.{part}", content)
-        index |= dict.fromkeys(tensors, file_name)
+        linears += _write_quantized_shard(shard, out / file_name, tensor_layouts, target_format, smoother)
+        index |= {name: file_name for layout in tensor_layouts.values() for name in layout}
         before, after = before + shard.stat().st_size, after + (out / file_name).stat().st_size
     if {*index.values()} != {"model.safetensors"}:
         _write_json(out / INDEX_FILE, {"metadata": {"total_size": after}, "weight_map": index})
@@ -100,6 +91,28 @@ def _write_quantized_checkpoint(
     _write_json(out / "config.json", config | {"quantization_config": target_format.quantization_config(unquantized)})
     norms = "" if smoother is None else f", {smoother.num_norms} norms smoothed"
     return f"{linears} linears {target_format.format_name}{norms}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"
+
+
+def _write_quantized_shard(
+    shard: Path,
+    out: Path,
+    tensor_layouts: Mapping[str, TensorLayout],
+    target_format: QuantizedFormat,
+    smoother: Smoothing | None,
+) -> int:
+    """Returns how many linears are quantized."""
+    linears = 0
+    tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
+    with SafetensorsFileWriter(out, tensors) as file:
+        for name, stored in iter_file_tensors(shard):
+            tensor = stored if smoother is None else smoother.smooth_tensor(name, stored)
+            if len(tensor_layouts[name]) == 1:
+                file.write_tensor(name, tensor.to(stored.dtype))
+                continue
+            linears += 1
+            for part, content in target_format.quantize_weight(tensor).items():
+                file.write_tensor(f"{_strip_weight_suffix(name)}.{part}", content)
+    return linears
 
 
 def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format: QuantizedFormat) -> TensorLayout:
