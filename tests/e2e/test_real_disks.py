@@ -98,7 +98,7 @@ async def test_accepted_work_waits_for_full_disk_and_completes_afterwards(disk: 
                 while (conversation := await http.post("/v1/conversations", json=CONVERSATION)).status_code == 200:
                     pass
             assert (conversation.status_code, conversation.json()["error"]["param"]) == (503, "data_dir")
-            await wait_until(lambda: b"Nothing can be kept now" in server.get("/health").content)
+            await wait_until(lambda: b"Nothing can be saved now" in server.get("/health").content)
             assert server.metric("quire:data_dir_refuses") == 1
             form = {"file": ("in.jsonl", b"x" * 1_000_000), "purpose": (None, "batch")}
             uploaded = await http.post("/v1/files", files=form)
@@ -112,7 +112,7 @@ async def test_accepted_work_waits_for_full_disk_and_completes_afterwards(disk: 
             assert (await asyncio.to_thread(state, server.url, batch))["status"] == "in_progress"
             disk.mend()
             await wait_until(lambda: server.metric("quire:data_dir_refuses"), 0)
-            await wait_until(lambda: server.get("/health").content, b"")
+            await wait_until(lambda: b"data_dir" in server.get("/health").content, False)
             assert len(await asyncio.to_thread(results, server.url, batch)) == LINES
             async with asyncio.timeout(60):
                 while (told := (await http.get(f"/v1/responses/{response}")).json())["status"] == "in_progress":  # noqa: ASYNC110
