@@ -108,7 +108,6 @@ ROOMS = {
         "observe",
         "adapter_registry",
         "served_model",
-        "peers",
         "generation",
         "images",
         "resolve",
@@ -636,6 +635,47 @@ def test_clock_and_random_source_are_read_in_one_module_each() -> None:
                 instead = [(name, OF_THE_MACHINE[name]) for name in names if name in OF_THE_MACHINE]
                 wrong += [f"{path}:{node.lineno} {name}: ask {of}" for name, of in instead if of != str(path)]
     assert not wrong, "\n".join(wrong)
+
+
+DURABILITY = ("quire", "server", "durability")
+
+
+def test_code_outside_durability_names_no_journal() -> None:
+    """How calls survive a process is that room's own matter; other code asks for a durable request."""
+    wrong = [
+        f"{path}:{line} {name}"
+        for path in our_files()
+        if path.parts[:3] != DURABILITY
+        for line, name in identifiers(tree_of(path))
+        if "journal" in name.lower()
+    ]
+    assert not wrong, "\n".join([*wrong, "Say what the caller needs: DurableRequest has a method for it, or gets one."])
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names that code defines, uses and imports, with their lines."""
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield getattr(node, "lineno", 0), name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "journal = 1",
+        "x.journal",
+        "def journal(): pass",
+        "class Journal: pass",
+        "f(journal=1)",
+        "lambda journal: 1",
+        "import a.journal",
+        "import a as journal",
+        "from journal import a",
+    ],
+)
+def test_identifiers_are_found(line: str) -> None:
+    assert [name for _, name in identifiers(ast.parse(line)) if "journal" in name.lower()]
 
 
 def test_files_have_at_most_500_lines() -> None:

@@ -16,13 +16,13 @@ from deploy.ray.link import JournalLink
 from deploy.ray.members import Members
 from deploy.ray.resume import KeptStream
 from quire.engine.common.errors import ConfigError, Overloaded
+from quire.server.durability.data_dir import DataDir, ProcessStatus
+from quire.server.durability.data_dir_rpc import remote_data_dir
+from quire.server.durability.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
+from quire.server.durability.peers import Peers, make_blocking_data_dir_call
 from quire.server.durability.persistence import STATUS_TOPIC
-from quire.server.peers import Peers, make_blocking_data_dir_call
-from quire.server.store.data_dir import DataDir, ProcessStatus
-from quire.server.store.data_dir_rpc import remote_data_dir
-from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
-from quire.server.store.progress import CallProgress
-from quire.server.store.write_ahead_log import WriteAheadLog
+from quire.server.durability.progress import CallProgress
+from quire.server.durability.write_ahead_log import WriteAheadLog
 
 A = "a"
 CALL = JournaledCall(

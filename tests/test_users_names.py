@@ -63,20 +63,20 @@ from quire.server.cli.verify import CheckResult
 from quire.server.config import ServerConfig
 from quire.server.durability.answer_pins import ComputeIdentity, input_digest
 from quire.server.durability.background import Background
+from quire.server.durability.data_dir import ProcessStatus
+from quire.server.durability.data_dir_rpc import DATA_DIR_TOPIC, RPC_METHODS
+from quire.server.durability.journal import PinnedReplayFields
 from quire.server.durability.persistence import STATUS_TOPIC
+from quire.server.durability.progress import CallProgress, ChoiceFinish
 from quire.server.durability.resumable_calls import ResumableCalls
+from quire.server.durability.write_ahead_log import WriteAheadLog
 from quire.server.error_responses import error_info
 from quire.server.multi_model.added_models import AddedModels
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.log_setup import EXTRA_FIELDS, JsonFormatter
 from quire.server.routes.engine_admin import build_server_facts
 from quire.server.store.batches import Batch
-from quire.server.store.data_dir import ProcessStatus
-from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC, RPC_METHODS
 from quire.server.store.garbage import GarbageKind as Garbage
-from quire.server.store.journal import PinnedReplayFields
-from quire.server.store.progress import CallProgress, ChoiceFinish
-from quire.server.store.write_ahead_log import WriteAheadLog
 from quire.server.workers import pool
 from tests.server.api import Api
 from tests.server.forked import ForkedChild

@@ -25,9 +25,9 @@ import httpx
 
 from benchmarks.common.options import options
 from benchmarks.common.servers import served
-from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir import DataDir, open_data_dir
+from quire.server.durability.journal import JournaledCall, PinnedReplayFields
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database
-from quire.server.store.journal import JournaledCall, PinnedReplayFields
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems, StoredItem
 from tests.server.store.version_2 import TABLES
 

@@ -21,7 +21,7 @@ _AGAIN_SECONDS = 0.5
 
 
 class JournalLink:
-    """A PeerLink of server/peers.py. Call its methods from the event loop."""
+    """A PeerLink of server/durability/peers.py. Call its methods from the event loop."""
 
     def __init__(self, identity: str, call: Call) -> None:
         """`identity`: the replica's name. `call` calls a method of Members by name; it raises Overloaded if the process

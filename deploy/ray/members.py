@@ -18,10 +18,10 @@ import msgspec
 
 from quire.engine.client.messages import LEADER
 from quire.engine.common import random_source
-from quire.server.store.data_dir import ProcessStatus, open_data_dir
-from quire.server.store.data_dir_rpc import serve_data_dir_call_in_thread
+from quire.server.durability.data_dir import ProcessStatus, open_data_dir
+from quire.server.durability.data_dir_rpc import serve_data_dir_call_in_thread
+from quire.server.durability.write_ahead_log import LOG_FILE_PREFIX
 from quire.server.store.database import SQLiteConnect
-from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 
 log = logging.getLogger("quire.server")
 LIFE = "journal-life"

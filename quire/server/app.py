@@ -12,7 +12,7 @@ from quire.engine.processes.child import Child
 from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
 from quire.server.access.tenants import Tenants
 from quire.server.app_builder import build_app
-from quire.server.peers import PeerLink
+from quire.server.durability.peers import PeerLink
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ModelDispatcher, SingleModelDispatcher
 from quire.server.served_model import ServedModelSpec

@@ -11,9 +11,9 @@ from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
+from quire.server.durability.peers import PeerLink
 from quire.server.durability.persistence import open_configured_data_dir
 from quire.server.observe.request_spans import RequestSpanExporter, create_otlp_exporter
-from quire.server.peers import PeerLink
 from quire.server.routes.error_handlers import install_error_handlers
 from quire.server.routes.middleware import add_middleware
 from quire.server.routes.routers import add_routers_with_metrics

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir import DataDir, open_data_dir
 from quire.server.store.database import ROW_OVERHEAD_BYTES
 from quire.server.store.garbage import MAX_TRANSACTION_ROWS
 from tests.server.store.test_journal import LATER, call

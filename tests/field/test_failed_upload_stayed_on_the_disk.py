@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from quire.engine.common.errors import InvalidRequest
-from quire.server.store.data_dir import open_data_dir
-from quire.server.store.data_dir_rpc import remote_data_dir, serve_data_dir_call
+from quire.server.durability.data_dir import open_data_dir
+from quire.server.durability.data_dir_rpc import remote_data_dir, serve_data_dir_call
 from quire.server.store.files import new_file
 from tests.server.api import Api
 from tests.server.routes.test_batches import keeping

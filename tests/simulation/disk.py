@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.server.durability.write_ahead_log import LOG_FILE_PREFIX
 from quire.server.store.database import DATABASE_FILE
-from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 from tests.simulation.clock import PROCESS, Owned
 
 FULL = "database or disk is full"

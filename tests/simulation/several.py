@@ -27,7 +27,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import QuireError
 from quire.server.cli.api_process_manager import ApiProcessManager, ApiProcessSetup, ManagerDependencies
 from quire.server.config import ServerConfig
-from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
+from quire.server.durability.write_ahead_log import LOG_FILE_PREFIX
 from tests.server.api import NAME
 from tests.simulation.clock import PROCESS, Gone
 from tests.simulation.disk import Disk, WithDisk, connect

@@ -17,16 +17,16 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.messages import LEADER
 from quire.engine.common.types import EngineCoreRequest
 from quire.server.durability import answer_pins, durable_request
+from quire.server.durability.data_dir import Processes
+from quire.server.durability.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.durability.event_ids import EventIdWriter
+from quire.server.durability.journal import Calls
+from quire.server.durability.peers import Peers, RunFromThread
+from quire.server.durability.progress import CallProgress
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
-from quire.server.peers import Peers, RunFromThread
 from quire.server.shared_capacity import BytesByOwner
-from quire.server.store.data_dir import Processes
-from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.store.database import Database
 from quire.server.store.files import Files, StoredFile
-from quire.server.store.journal import Calls
-from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import Store
 from tests.simulation.clients import Batching
 from tests.simulation.clock import Gone
@@ -109,7 +109,7 @@ def resumed_answer_skips_token(patch: pytest.MonkeyPatch) -> None:
 
 def token_log_not_read(patch: pytest.MonkeyPatch) -> None:
     """After a kill and an upgrade a client has received more than the journal holds."""
-    patch.setattr("quire.server.store.journal.read_logged_tokens", lambda path: ())
+    patch.setattr("quire.server.durability.journal.read_logged_tokens", lambda path: ())
 
 
 def calls_not_journaled(patch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def file_registered_without_content(patch: pytest.MonkeyPatch) -> None:
 
 def results_deleted_that_are_known(patch: pytest.MonkeyPatch) -> None:
     """A process that was stopped took a missing answer for a refusal."""
-    patch.setattr("quire.server.peers.CancelledError", Gone)
+    patch.setattr("quire.server.durability.peers.CancelledError", Gone)
     patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))
 
 

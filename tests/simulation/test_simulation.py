@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quire.engine.client.engine_process import Launcher
-from quire.server.store.data_dir import open_data_dir
+from quire.server.durability.data_dir import open_data_dir
 from tests.server.api import NAME
 from tests.simulation import clients
 from tests.simulation.clock import PROCESS, virtual_time

@@ -7,8 +7,8 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.server.batches.batch_lines import encode_error_line
-from quire.server.peers import StoreUnreachable
 from quire.server.store.batches import Batch, Batches, BatchStatus, with_batch_status
+from quire.server.store.database import StoreUnreachable
 from quire.server.store.files import FileContents, StoredFile, new_file
 
 _UNANSWERED_ERRORS = {

@@ -29,8 +29,16 @@ from quire.server.batches.output_files import finish_batch
 from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer
 from quire.server.config import ServerConfig
 from quire.server.shared_capacity import SharedCapacity
-from quire.server.store.batches import TERMINAL_STATUSES, Batch, BatchError, BatchLine, LineResult, with_batch_status
-from quire.server.store.data_dir import DataDir
+from quire.server.store.batches import (
+    TERMINAL_STATUSES,
+    Batch,
+    BatchError,
+    Batches,
+    BatchLine,
+    LineResult,
+    with_batch_status,
+)
+from quire.server.store.files import FileContents, Files
 from quire.server.store.write_retry import Result, retry_until_written
 
 log = logging.getLogger("quire.server")
@@ -54,15 +62,17 @@ class BatchRunner:
     def __init__(
         self,
         app: ASGIApp,
-        data: DataDir,
+        batches: Batches,
+        files: Files,
+        contents: FileContents,
         tenants: Tenants,
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
         self._app = app
-        self.batches = data.batches
-        self.files = data.files
-        self.contents = data.contents
+        self.batches = batches
+        self.files = files
+        self.contents = contents
         self.uploads = SharedCapacity(MAX_UPLOADS)
         self._tenants = tenants
         self._config = config

@@ -32,8 +32,8 @@ from quire.engine.processes.wire import Wire
 from quire.server.access.tenants import Tenants
 from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, watch_signals
 from quire.server.config import ServerConfig
-from quire.server.store.data_dir import DataDir, open_data_dir
-from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC, serve_data_dir_call_in_thread
+from quire.server.durability.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir_rpc import DATA_DIR_TOPIC, serve_data_dir_call_in_thread
 from quire.server.store.database import SQLiteConnect
 from quire.server.store.sweeper import SECONDS_PER_DAY
 

@@ -17,8 +17,8 @@ from quire.engine.client.replicated_client import processes
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.durability.peers import PeerLink
 from quire.server.http.server import HttpServer, tls_context
-from quire.server.peers import PeerLink
 from quire.server.runtime.model_spec_loader import load_served_model_spec
 
 PRIVATE_SERVER_SETTINGS: dict[str, object] = {

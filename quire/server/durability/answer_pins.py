@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from quire.engine.common import random_source
 from quire.engine.common.types import MediaSpan
+from quire.server.durability.journal import JournaledCall
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
-from quire.server.store.journal import JournaledCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.common.errors import may_succeed_later
+from quire.server.durability.peers import Peers
 from quire.server.encoding import encode_msgpack, method_call_codec, method_handler
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.responses import ResponsesWriter
-from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]

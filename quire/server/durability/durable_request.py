@@ -1,4 +1,4 @@
-"""The pipeline's interface to the journal."""
+"""What the pipeline's stations know of durability: `make_durable_request`, and the methods of `DurableRequest`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.output_source import OutputSource
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import EngineCoreRequest
+from quire.server.access.authentication import owner_of
 from quire.server.access.memory_lease import grow_request_lease, lease_of
+from quire.server.config import ServerConfig
 from quire.server.durability.answer_pins import (
     ComputeIdentity,
     ResumedCall,
@@ -25,9 +27,11 @@ from quire.server.durability.answer_pins import (
 )
 from quire.server.durability.background import Background, RunningAnswer
 from quire.server.durability.event_ids import EventIdWriter
+from quire.server.durability.progress import CallProgress
 from quire.server.durability.resumable_calls import (
     IDEMPOTENCY_HEADER,
     KEEP_ALIVE_HEADER,
+    RESUMABLE_PATHS,
     RESUMED_SCOPE_KEY,
     ResumableCalls,
     parse_stream_grace_header,
@@ -39,7 +43,6 @@ from quire.server.generation.resolved_request import AnswerIdentity, GenerationR
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.running_generation import RunningGeneration
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
-from quire.server.store.progress import CallProgress
 
 STREAM_ID = "X-Stream-Id"
 """Header with a resumable stream's id, for GET /v1/streams/{id}."""
@@ -99,8 +102,8 @@ class DurableRequest(ABC):
         """Raises EngineError if the engine has ended."""
         return client.submit(requests, resolved.answer_id)
 
-    async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Write to the journal before the first event is sent. On failure, close `running`."""
+    async def persist(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
+        """Call before the first event is sent. On failure, close `running`."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
         """Returns a writer with event ids that a client can resume after. The base class returns `writer`."""
@@ -235,7 +238,7 @@ class JournaledRequest(DurableRequest):
         )
         return self._outputs
 
-    async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:
+    async def persist(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:
         if not self._is_journaled(resolved):
             return
         assert self._body is not None
@@ -301,3 +304,16 @@ class JournaledRequest(DurableRequest):
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:
         await self._calls.check_not_answering(self._owner, resolved.id)
+
+
+def make_durable_request(
+    request: Request,
+    calls: ResumableCalls | None,
+    background: Background,
+    compute: Callable[[], ComputeIdentity],
+    config: ServerConfig,
+) -> DurableRequest:
+    """`calls` None: there is no data directory."""
+    if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
+        return NullDurableRequest(request, 0.0 if calls is None else config.stream_grace, strict=config.strict)
+    return JournaledRequest(request, calls, background, owner_of(request), compute, config.stream_grace)

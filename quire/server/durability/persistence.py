@@ -23,14 +23,15 @@ from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
+from quire.server.durability.data_dir import DataDir, ProcessStatus, open_data_dir
+from quire.server.durability.data_dir_rpc import remote_data_dir
+from quire.server.durability.peers import PeerLink, Peers, RunFromThread, make_blocking_data_dir_call
 from quire.server.durability.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
-from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_data_dir_call
-from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, DataDirStatus, ProcessStatus, open_data_dir
-from quire.server.store.data_dir_rpc import remote_data_dir
+from quire.server.durability.write_ahead_log import WriteAheadLog
+from quire.server.store.data_dir_status import OPEN_BATCHES_KEY, DataDirStatus
 from quire.server.store.database import SQLiteConnect
 from quire.server.store.response_store import Store
 from quire.server.store.sweeper import SECONDS_PER_DAY
-from quire.server.store.write_ahead_log import WriteAheadLog
 from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
@@ -107,7 +108,7 @@ async def open_persistence(
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
     """`clients`: see BatchRunner. At the end each part stops where it is, and the next process continues."""
-    batches = BatchRunner(app, data, tenants, config, clients)
+    batches = BatchRunner(app, data.batches, data.files, data.contents, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)
 

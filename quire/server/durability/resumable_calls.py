@@ -1,4 +1,4 @@
-"""Resumable streams and Idempotency-Key. A call is journaled (store/journal.py) before its first event is sent, its
+"""Resumable streams and Idempotency-Key. A call is journaled (journal.py) before its first event is sent, its
 tokens a moment later. A repetition, here or in the next process, has the same id, seed and time, so its events are
 equal to the byte. Those already seen are dropped.
 """
@@ -21,14 +21,15 @@ from starlette.requests import Request
 from quire.engine.common import clock, random_source
 from quire.engine.common.errors import InvalidRequest
 from quire.server.durability.answer_pins import ComputeIdentity, ResumedCall, all_compute_fingerprints, input_digest
+from quire.server.durability.journal import CLAIM_SECONDS, Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
+from quire.server.durability.peers import Peers
+from quire.server.durability.progress import CallProgress
 from quire.server.durability.resumable_outputs import ResumableOutputs
+from quire.server.durability.write_ahead_log import WriteAheadLog
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.running_generation import RunningGeneration
-from quire.server.peers import Peers, StoreUnreachable
-from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
-from quire.server.store.progress import CallProgress
-from quire.server.store.write_ahead_log import WriteAheadLog
+from quire.server.store.database import StoreUnreachable
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"

@@ -9,7 +9,7 @@ import msgspec
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.output_source import Versions, WrappedOutputs, add_tokens
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
-from quire.server.store.progress import CallProgress, ChoiceFinish
+from quire.server.durability.progress import CallProgress, ChoiceFinish
 
 
 class TokenJournal(Protocol):

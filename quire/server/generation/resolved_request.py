@@ -98,7 +98,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
+    """Makes a recomputed answer the same one. The station `identify` sets it, from the earlier attempt if resumed."""
 
     id: str
     """Unique; prefix of the engine request ids."""

@@ -12,7 +12,7 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 
 class RunningGeneration(Generic[GenerationType]):
-    """Knows what admission, receipts and the journal do at its end."""
+    """Knows what admission, receipts and durability do at its end."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
         """`receipt_recorder`: None without a receipt, and for beam search."""

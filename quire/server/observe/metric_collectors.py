@@ -13,7 +13,7 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.common.scheduler_output import DRAFT_SOURCES
 from quire.engine.core.stats import EngineStats
-from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
+from quire.server.store.data_dir_status import OPEN_BATCHES_KEY, DataDirStatus
 
 MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
 LABELS = ("model_name", "engine")

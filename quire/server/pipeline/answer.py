@@ -80,9 +80,9 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Journals between submission and the first event. The caller must close the result."""
+    """Persists the call between submission and the first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     if resolved.fingerprint is not None:
         record_prompt(request, resolved)
-    await durable.journal(resolved, running)
+    await durable.persist(resolved, running)
     return running

@@ -11,11 +11,10 @@ from starlette.requests import Request
 from quire.engine.common import clock, random_source
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import Adapter
-from quire.server.access.authentication import owner_of, tenant_of
+from quire.server.access.authentication import tenant_of
 from quire.server.access.gateway_headers import PRIORITY_SCOPE_KEY
 from quire.server.durability.answer_pins import ComputeIdentity
-from quire.server.durability.durable_request import DurableRequest, JournaledRequest, NullDurableRequest
-from quire.server.durability.resumable_calls import RESUMABLE_PATHS
+from quire.server.durability.durable_request import DurableRequest, make_durable_request
 from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, ResolvedRequest
 from quire.server.observe.request_log import REQUEST_ID_HEADER, is_safe_id
 from quire.server.runtime.model_runtime import get_runtime
@@ -70,17 +69,11 @@ def identify(resolved: ResolvedRequest) -> AnswerIdentity:
 
 def open_durable_request(request: Request) -> DurableRequest:
     server, runtime = get_server_context(request), get_runtime(request)
-    calls = server.resumable_calls
-    if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
-        stream_grace = 0.0 if calls is None else runtime.config.stream_grace
-        return NullDurableRequest(request, stream_grace, strict=runtime.config.strict)
 
     def describe_compute() -> ComputeIdentity:
         return runtime.describe_compute(get_model(request).fingerprint)
 
-    return JournaledRequest(
-        request, calls, server.background, owner_of(request), describe_compute, runtime.config.stream_grace
-    )
+    return make_durable_request(request, server.resumable_calls, server.background, describe_compute, runtime.config)
 
 
 def _includes_receipt(request: Request, resolved: GenerationRequest) -> bool:

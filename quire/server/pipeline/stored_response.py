@@ -11,6 +11,7 @@ from starlette.responses import Response
 from quire.server.access.admission import admission_of
 from quire.server.access.memory_lease import grow_request_lease, lease_of
 from quire.server.durability.background import RunningAnswer
+from quire.server.durability.data_dir import DataDir
 from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.responses import ResponsesWriter
@@ -20,7 +21,6 @@ from quire.server.pipeline.write import do_nothing, stream_events
 from quire.server.resolve.other_apis.history import ENDED_STATUSES, CachedResponse, WebSocketHistory
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
-from quire.server.store.data_dir import DataDir
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 

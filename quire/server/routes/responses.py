@@ -83,7 +83,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """Returns None if the server ended between journaling the call and storing the response. Raises HTTPException while
+    """Returns None if the server ended between accepting the call and storing the response. Raises HTTPException while
     another request is at that point.
     """
     try:

@@ -16,11 +16,11 @@ from quire.server.batches.runner import BatchRunner
 from quire.server.cache_diagnostics import RecentPrompts
 from quire.server.config import ServerConfig
 from quire.server.durability.background import Background
+from quire.server.durability.data_dir import DataDir
 from quire.server.durability.persistence import Persistence
 from quire.server.durability.resumable_calls import ResumableCalls
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.runtime.model_runtime import ModelRuntime
-from quire.server.store.data_dir import DataDir
 from quire.server.store.response_store import Store
 
 

@@ -16,13 +16,13 @@ from quire.server.access.tenants import Tenants
 from quire.server.access.websocket_limits import WebSocketLimits
 from quire.server.config import ServerConfig
 from quire.server.durability.background import Background
+from quire.server.durability.data_dir import DataDir
+from quire.server.durability.peers import PeerLink, Peers
 from quire.server.durability.persistence import Persistence, open_persistence, resume_unfinished_work_forever
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
 from quire.server.observe.request_spans import RequestSpanExporter
-from quire.server.peers import PeerLink, Peers
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
-from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
 """All requests being received and resolved share it."""

@@ -29,6 +29,10 @@ _CHUNK_ROWS = 500
 SQLiteConnect = Callable[..., sqlite3.Connection]
 
 
+class StoreUnreachable(sqlite3.OperationalError):
+    """The data's owner does not answer, so the outcome is unknown. Callers wait, as for a full disk."""
+
+
 class Database:
     """Thread-safe: `read_connection` and `write_transaction` are exclusive and fair, so split long work.
     Writes survive a crash. A power cut may lose the last ones, but the file stays consistent (WAL, synchronous =

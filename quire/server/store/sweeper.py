@@ -6,19 +6,18 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.engine.common import clock
 from quire.server.store.database import Database
-from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS, Garbage
-from quire.server.store.journal import Calls
+from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS
 from quire.server.store.response_store import Store
 
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-_PAUSE_SECONDS = 60.0
+EXPIRY_PAUSE_SECONDS = 60.0
 
 
 class ResponseRetention:
@@ -88,24 +87,16 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 
 
 @dataclass(slots=True)
-class _SweepJob:
+class SweepJob:
     run_step: Callable[[], bool]
     pause: float = 0.0
     not_before: float = 0.0
 
 
 class Sweeper:
-    def __init__(
-        self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: ResponseRetention
-    ) -> None:
+    def __init__(self, database: Database, jobs: Sequence[SweepJob]) -> None:
         self._database = database
-        self._jobs = (
-            _SweepJob(store.quota.evict_toward_low_water),
-            _SweepJob(calls.quota.evict_toward_low_water),
-            _SweepJob(garbage.purge_rows),
-            _SweepJob(retention.delete_due_responses, _PAUSE_SECONDS),
-            _SweepJob(calls.delete_expired_calls, _PAUSE_SECONDS),
-        )
+        self._jobs = jobs
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
@@ -120,7 +111,7 @@ class Sweeper:
             self._mutex.release()
 
     @staticmethod
-    def _run_job(job: _SweepJob) -> bool:
+    def _run_job(job: SweepJob) -> bool:
         if clock.monotonic() < job.not_before:
             return False
         for _ in range(_MAX_STEPS):

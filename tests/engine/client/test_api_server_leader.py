@@ -22,7 +22,7 @@ from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_result, encode
-from quire.server.peers import Peers
+from quire.server.durability.peers import Peers
 from tests.server.fake import FakeEngine, hashed
 
 PICK = hashed(range(10, 90))

@@ -10,10 +10,10 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.cache_diagnostics import RecentPrompts, make_fingerprint
 from quire.server.durability.background import Background
+from quire.server.durability.peers import Peers
 from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_log import RequestLog
-from quire.server.peers import Peers
 from tests.engine.client.test_api_server_leader import request, shared, until
 
 

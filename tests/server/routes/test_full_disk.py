@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.store.journal import Calls
+from quire.server.durability.journal import Calls
 from quire.server.store.response_store import Store
 from tests.server.routes.test_stored_responses import PATH, body, storing
 

@@ -17,13 +17,13 @@ import pytest
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.answering import Answering
 from quire.server.batches.output_files import finish_batch
-from quire.server.peers import make_blocking_data_dir_call
+from quire.server.durability.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir_rpc import RPC_METHODS, remote_data_dir, serve_data_dir_call
+from quire.server.durability.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
+from quire.server.durability.peers import make_blocking_data_dir_call
+from quire.server.durability.progress import CallProgress, ChoiceFinish
 from quire.server.store.batches import Batch, BatchError, Batches, BatchLine, LineResult
-from quire.server.store.data_dir import DataDir, open_data_dir
-from quire.server.store.data_dir_rpc import RPC_METHODS, remote_data_dir, serve_data_dir_call
 from quire.server.store.files import new_file
-from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
-from quire.server.store.progress import CallProgress, ChoiceFinish
 from quire.server.store.response_store import ConversationLimits, ObjectToStore, ObjectWithoutItems, StoredItem
 
 A = "a"

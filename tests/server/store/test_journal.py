@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from quire.server.store.data_dir import open_data_dir
+from quire.server.durability.data_dir import open_data_dir
+from quire.server.durability.journal import JournaledCall, PinnedReplayFields
 from quire.server.store.database import ROW_OVERHEAD_BYTES
-from quire.server.store.journal import JournaledCall, PinnedReplayFields
 from tests.server.store.test_response_store import BIG, response
 
 OVER, LATER = time.time() - 1, time.time() + 1_000_000

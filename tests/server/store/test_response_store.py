@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.engine.common.errors import ConfigError, InvalidRequest
+from quire.server.durability.data_dir import open_data_dir
 from quire.server.store import response_store as store_module
-from quire.server.store.data_dir import open_data_dir
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database
 from quire.server.store.garbage import Garbage
 from quire.server.store.response_store import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir import DataDir, open_data_dir
 from quire.server.store.garbage import MAX_TRANSACTION_ROWS
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.sweeper import SECONDS_PER_DAY

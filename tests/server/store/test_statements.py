@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from quire.server.durability.data_dir import DataDir, open_data_dir
+from quire.server.durability.data_dir_rpc import RPC_METHODS
+from quire.server.durability.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
+from quire.server.durability.progress import CallProgress
 from quire.server.store.batches import Batch, BatchLine, LineResult
-from quire.server.store.data_dir import DataDir, open_data_dir
-from quire.server.store.data_dir_rpc import RPC_METHODS
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES
 from quire.server.store.files import new_file
-from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
-from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import ConversationLimits, open_store_reader
 from quire.server.store.sweeper import SECONDS_PER_DAY
 from tests.server.statements import Counted, Watched

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.store import write_ahead_log
+from quire.server.durability import write_ahead_log
+from quire.server.durability.journal import Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
+from quire.server.durability.progress import CallProgress, ChoiceFinish
+from quire.server.durability.write_ahead_log import LoggedTokens, WriteAheadLog, read_logged_tokens
 from quire.server.store.database import Database
-from quire.server.store.journal import Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
-from quire.server.store.progress import CallProgress, ChoiceFinish
-from quire.server.store.write_ahead_log import LoggedTokens, WriteAheadLog, read_logged_tokens
 
 PINS = PinnedReplayFields(id="one", name="", created=0, seed=1)
 STOP = ChoiceFinish("stop", 3, came_with_token=True)

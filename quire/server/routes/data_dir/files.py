@@ -25,10 +25,10 @@ from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.http.sse import CLIENT_CLOSED_REQUEST
-from quire.server.peers import StoreUnreachable
 from quire.server.protocol.stored_objects import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from quire.server.routes.data_dir.list_pages import Order, find_or_raise, list_page_response, unknown_cursor_error
 from quire.server.runtime.server_context import get_server_context
+from quire.server.store.database import StoreUnreachable
 from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file, new_file_id
 
 router = APIRouter(route_class=ModelIndependentRoute)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
@@ -11,14 +10,11 @@ from typing import Any, Protocol
 from quire.engine.client.messages import LEADER
 from quire.engine.common.errors import QuireError
 from quire.engine.processes.answering import Answer, Answering
-from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
-from quire.server.store.journal import Calls
+from quire.server.durability.data_dir_rpc import DATA_DIR_TOPIC
+from quire.server.durability.journal import Calls
+from quire.server.store.database import StoreUnreachable
 
 SINGLE_PROCESS_NAME = "0"
-
-
-class StoreUnreachable(sqlite3.OperationalError):
-    """The data's owner does not answer, so the outcome is unknown. Callers wait, as for a full disk."""
 
 
 class PeerLink(Protocol):

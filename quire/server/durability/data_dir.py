@@ -10,26 +10,15 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.common.errors import ConfigError
+from quire.server.durability.journal import Calls
 from quire.server.store.batches import Batches
+from quire.server.store.data_dir_status import OPEN_BATCHES_KEY, DataDirStatus
 from quire.server.store.database import Database, SQLiteConnect
 from quire.server.store.files import FileContents, Files
 from quire.server.store.garbage import Garbage
-from quire.server.store.journal import Calls
 from quire.server.store.owner_executor import OwnerExecutor
 from quire.server.store.response_store import Store
-from quire.server.store.sweeper import ResponseRetention, Sweeper
-
-
-@dataclass(frozen=True, slots=True)
-class DataDirStatus:
-    leads: bool
-    """The leader processes batches and takes over abandoned work."""
-    sizes: Mapping[str, int]
-    """Stored bytes by kind."""
-    counts: Mapping[str, int]
-    """Sums of all processes, including ended ones."""
-    refusal: str
-    """Why writes fail now; empty if they succeed."""
+from quire.server.store.sweeper import EXPIRY_PAUSE_SECONDS, ResponseRetention, Sweeper, SweepJob
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -37,10 +26,6 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
     calls: Sequence[tuple[str, str]] = ()
     leads: bool = False
-
-
-OPEN_BATCHES_KEY = "open"
-"""Counts of ended processes are not added."""
 
 
 class Processes:
@@ -126,13 +111,23 @@ def open_data_dir(
     try:
         garbage, files = Garbage(database), Files(database, max_bytes)
         store, calls = Store(database, garbage, max_bytes), Calls(database, max_bytes, live_processes)
-        sweeper = Sweeper(database, garbage, store, calls, ResponseRetention(database, store, retention_seconds))
+        retention = ResponseRetention(database, store, retention_seconds)
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
     except sqlite3.DatabaseError as error:  # the file is damaged
         database.close()
         raise ConfigError(f"data_dir: cannot read the data stored in {folder}: {error}", param="data_dir") from None
+    sweeper = Sweeper(
+        database,
+        (
+            SweepJob(store.quota.evict_toward_low_water),
+            SweepJob(calls.quota.evict_toward_low_water),
+            SweepJob(garbage.purge_rows),
+            SweepJob(retention.delete_due_responses, EXPIRY_PAUSE_SECONDS),
+            SweepJob(calls.delete_expired_calls, EXPIRY_PAUSE_SECONDS),
+        ),
+    )
     batches = Batches(database, files, garbage)
     processes = Processes(database, store, files, calls, sweeper)
     return DataDir(store, files, files.contents, batches, calls, processes, OwnerExecutor(), database.close)

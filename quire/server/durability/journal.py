@@ -15,12 +15,12 @@ import msgspec
 
 from quire.engine.common import clock
 from quire.server.cache_diagnostics import CacheDiagnosis
+from quire.server.durability.progress import CallProgress
+from quire.server.durability.write_ahead_log import LOG_FILE_PREFIX, LoggedTokens, read_logged_tokens
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS
-from quire.server.store.progress import CallProgress
 from quire.server.store.storage_quota import StorageQuota
-from quire.server.store.write_ahead_log import LOG_FILE_PREFIX, LoggedTokens, read_logged_tokens
 
 log = logging.getLogger("quire.server")
 _IS_UNFINISHED_RESPONSE = (

@@ -18,11 +18,11 @@ import msgspec
 
 from quire.engine.common.errors import QuireError
 from quire.engine.processes.utility_calls import Fault, method_call_codec
+from quire.server.durability.data_dir import DataDir, Processes
+from quire.server.durability.journal import Calls
 from quire.server.encoding import encode_msgpack
 from quire.server.store.batches import Batches
-from quire.server.store.data_dir import DataDir, Processes
 from quire.server.store.files import FileContents, Files
-from quire.server.store.journal import Calls
 from quire.server.store.owner_executor import OwnerExecutor
 from quire.server.store.response_store import Store
 

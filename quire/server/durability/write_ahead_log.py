@@ -16,7 +16,7 @@ from zlib import crc32
 
 import msgspec
 
-from quire.server.store.progress import ChoiceFinish
+from quire.server.durability.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
 """First part of log files' names in --data-dir; the process's name follows."""

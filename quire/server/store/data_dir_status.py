@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+OPEN_BATCHES_KEY = "open"
+"""Counts of ended processes are not added."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirStatus:
+    leads: bool
+    """The leader processes batches and takes over abandoned work."""
+    sizes: Mapping[str, int]
+    """Stored bytes by kind."""
+    counts: Mapping[str, int]
+    """Sums of all processes, including ended ones."""
+    refusal: str
+    """Why writes fail now; empty if they succeed."""
