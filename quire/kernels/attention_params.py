@@ -36,11 +36,6 @@ class AttentionParams:
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
-    @property
-    def window_or_negative_chunk(self) -> int:
-        """As in kernels/cpu/attention_tile.h: 0 is no window, negative is chunked."""
-        return (self.window or 0) * (-1 if self.has_chunked_window else 1)
-
     def window_if_limiting(self, longest: int) -> int | None:
         """None, which is faster, if the window hides no key in contexts of up to `longest` tokens. Deterministic
         backends must not call it, because `longest` depends on the batch.

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.cpu.quantized_linear import CompiledQuantizedLinear
+from quire.kernels.cpu.linears.quantized_linear import CompiledQuantizedLinear
 from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error

@@ -24,9 +24,9 @@ from quire.kernels.backend import (
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import lora, native_library
 from quire.kernels.cpu.decoder.compiled_moe import make_compiled_moe
-from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_cache_dtypes
 from quire.kernels.cpu.decoder.layer_recorder import record_layers
 from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
+from quire.kernels.cpu.kernel_calls import ImmediateCalls, check_cache_dtypes
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements

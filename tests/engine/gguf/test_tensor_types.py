@@ -19,7 +19,7 @@ from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import SUPPORTED_TYPES
 from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.cpu.quantized_linear import CompiledQuantizedLinear
+from quire.kernels.cpu.linears.quantized_linear import CompiledQuantizedLinear
 from quire.server.cli.plan.estimate import PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.machine import Machine

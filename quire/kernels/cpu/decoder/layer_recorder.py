@@ -17,8 +17,8 @@ from quire.kernels.backend import AttentionMetadata, LayerFunction, LinearContex
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
-from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
 from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
+from quire.kernels.cpu.kernel_calls import KernelCalls, StepInputs
 from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.cpu.lora import CompiledLinearWithLora
 from quire.kernels.cpu.mla.per_head_linear import CompiledPerHeadLinear

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import Linear, QuantizedEmbedding
-from quire.kernels.cpu import linear, native_library, quantized_linear
+from quire.kernels.cpu import linear, native_library
+from quire.kernels.cpu.linears import quantized_linear
 from quire.kernels.cpu.mla.per_head_linear import make_compiled_per_head_linear
 from quire.kernels.cpu.quantization import float8_linear
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear

@@ -186,7 +186,7 @@ class KernelCalls(ABC):
             *_cache_page_strides(kernel_caches),
         )
         sizes = (pages, step.num_sequences, heads * num_ranks, kernel_caches[0].shape[1], dim)
-        rules = (softmax.scale, softmax.window_or_negative_chunk, softmax.softcap or 0.0, *more)
+        rules = (softmax.scale, _window_or_negative_chunk(softmax), softmax.softcap or 0.0, *more)
         native_library.check_sinks(softmax.sinks, heads)
         extras = (
             softmax.relative_bias,
@@ -405,3 +405,8 @@ def _kernel_cache_arguments(
 
 def _cache_page_strides(kernel_caches: tuple[Tensor, Tensor, Any]) -> tuple[int, int]:
     return kernel_caches[0].stride(0), kernel_caches[1].stride(0)
+
+
+def _window_or_negative_chunk(softmax: AttentionParams) -> int:
+    """As in kernels/cpu/attention_tile.h: 0 is no window, negative is chunked."""
+    return (softmax.window or 0) * (-1 if softmax.has_chunked_window else 1)
