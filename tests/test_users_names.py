@@ -28,11 +28,11 @@ from deploy.ray.call import Call, Head
 from deploy.ray.link import JournalLink
 from deploy.ray.members import LIFE, Question
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
+from quire.engine.client.request_history import TimelinePhase
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import InvalidRequest, QuireError
 from quire.engine.common.types import Image, MediaSpan
-from quire.engine.core.kv_cache.block_pool import block_hash, root_hash
-from quire.engine.core.request_history import TimelinePhase
+from quire.engine.core.request import block_hash, root_hash
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import BlockTableView, TierStats
 from quire.engine.processes.kv_events import KVEventBatch

@@ -29,10 +29,10 @@ from quire.server.access.cors import wrap_in_cors
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, PUBLIC_PATHS
 from quire.server.access.tenants import Tenants
+from quire.server.access.unexpected_errors import UnexpectedErrorMiddleware
 from quire.server.config import ServerConfig
 from quire.server.error_responses import (
     RETRY_AFTER_SECONDS,
-    UnexpectedErrorMiddleware,
     encode_openai_stream_error,
     error_info,
     error_response,

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 
 from quire.engine import VERSION
-from quire.engine.core.request_history import RequestHistory
+from quire.engine.client.request_history import RequestHistory
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
 from quire.server.access.tenants import Tenants

@@ -12,7 +12,7 @@ from quire.engine.common.config_types import JsonObject
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import read_json_if_present
 from quire.engine.gguf.file_names import GGUF_SUFFIX, model_stem
-from quire.engine.text.chat_messages import RESERVED_VARIABLES
+from quire.engine.text.conversation.chat_messages import RESERVED_VARIABLES
 from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]

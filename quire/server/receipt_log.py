@@ -12,9 +12,8 @@ from quire.engine.common.errors import ConfigError
 from quire.engine.common.types import EngineInfo
 from quire.engine.receipts.model_hasher import ModelHasher
 from quire.engine.receipts.receipt import AdapterReceipt, PromptReceipt, Receipt, encode_receipt
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.resolved_request import GenerationRequest
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")

@@ -16,7 +16,6 @@ from quire.engine.common.errors import InvalidRequest, ModelNotFound
 from quire.engine.common.request_params import MODEL_DEFAULT_FIELDS, Task
 from quire.engine.common.types import NO_IMAGES_REASON, EngineInfo
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder
-from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.unsupported_options import suggest_nearest
@@ -106,11 +105,11 @@ class ServedModel(ServedModelSpec):
     def grammar_compiler(self) -> GrammarCompiler:
         return GrammarCompiler(make_grammar_vocabulary(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids))
 
-    @property
+    @cached_property
     def default_sampling(self) -> Mapping[str, float]:
         return {name: self.sampling_defaults.get(name, plain) for name, plain in NEUTRAL_SAMPLING.items()}
 
-    @property
+    @cached_property
     def max_output_tokens(self) -> int | None:
         """None: bounded by the context."""
         most = self.sampling_defaults.get("max_tokens")
@@ -120,10 +119,6 @@ class ServedModel(ServedModelSpec):
     def is_dual_encoder(self) -> bool:
         """Images get their own vectors, apart from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
-
-    @property
-    def chat_renderer(self) -> ChatRenderer:
-        return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
         """None and llama.vim's "" mean the first name. Raises ModelNotFound."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.common.errors import InvalidRequest, ModelError
-from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.template_sandbox import BoundedEnvironment
+from quire.engine.text.conversation.chat_template import ChatRenderer
+from quire.engine.text.conversation.template_sandbox import BoundedEnvironment
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NAMES = ("_quire_budget", "_quire_bounded", "_quire_joined", "environment", "budget", "bounded_loop", "bounded_concat")

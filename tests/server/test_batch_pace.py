@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.core.request_history import RequestHistory, StepEntry
+from quire.engine.client.request_history import RequestHistory, StepEntry
 from quire.engine.core.stats import StepRecord
 from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer, StepTimesByRequestCount
 from tests.machine import set_clock

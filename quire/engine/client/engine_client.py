@@ -14,10 +14,10 @@ import msgspec
 
 from quire.engine.client.engine_core_client import EngineCoreClient
 from quire.engine.client.output_stream import OutputStream, Reader
+from quire.engine.client.request_history import RequestHistory, RequestRecorder
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, QuireError, SlowReader
 from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest
-from quire.engine.core.request_history import RequestHistory, RequestRecorder
 from quire.engine.core.stats import EngineView, StepRecord
 from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
 from quire.engine.prefix_misses.recent_turns import LastSessionTurns

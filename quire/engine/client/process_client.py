@@ -57,7 +57,8 @@ class ProcessClient(ExclusiveClient):
         self._process: EngineProcess | None = None
         self.ready = False
         self._replay = Replay()
-        self._earlier_stats = EngineStats()
+        self._earlier_stats: EngineStats | None = None
+        """Counters of ended engines; None before the first has ended."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
@@ -358,7 +359,7 @@ class ProcessClient(ExclusiveClient):
             log.error("the engine could not be rebuilt: %s", result.error.message)
         elif change is None or result.id != change.call_id:
             if isinstance(value := self._calls.resolve(result), EngineView):
-                self.stats = value.stats.add_earlier(self._earlier_stats)
+                self._set_stats(value.stats)
         elif result.error is not None:
             self.ready = not self.asleep
             self._give_up_change(ConfigError(result.error.message, param=result.error.param))
@@ -382,8 +383,11 @@ class ProcessClient(ExclusiveClient):
             self._replay.progress(output.id, len(output.new_ids), ended=ended)
         self._failures = 0
         self._submit_ready()
-        self.stats = message.stats.add_earlier(self._earlier_stats)
+        self._set_stats(message.stats)
         self.owner.deliver(message.outputs, message.step, self.number)
+
+    def _set_stats(self, stats: EngineStats) -> None:
+        self.stats = stats if self._earlier_stats is None else stats.add_earlier(self._earlier_stats)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
         """The engine has the new weights or, after a failure, the old ones."""

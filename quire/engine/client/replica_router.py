@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
+from quire.engine.core.request import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
 MOST_PIECES = 2**16

@@ -139,12 +139,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
-    @property
-    def new_request_ids(self) -> list[str]:
-        """New, or resumed after preemption."""
-        slots = {new_request.slot for new_request in self.new_requests}
-        return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
-
 
 class RequestFailure(NamedTuple):
     message: str

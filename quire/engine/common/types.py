@@ -87,11 +87,6 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Each image occurs once."""
 
     @property
-    def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """The encoder cache shares entries only within a cache salt."""
-        return self.spans, self.images, self.cache_salt
-
-    @property
     def sampling_params(self) -> SamplingParams | None:
         """None for pooling."""
         return self.params if isinstance(self.params, SamplingParams) else None

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import EncoderChunk
 from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, TokenLogprob
-from quire.engine.core.kv_cache.block_pool import block_hash, media_extra_keys, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +203,20 @@ class Request:
         self.num_cached_hashes = 0
         self._encoded_digests.clear()
         self._current_encoder_chunk = None
+
+
+def root_hash(salt: str, adapter: str = "") -> bytes:
+    """Prefixes with different salts or adapters never match. `adapter`: hex digest."""
+    return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
+    """16 bytes, for these tokens and all before them."""
+    return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
+
+
+def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
+    """Digest and offset of each span that overlaps tokens [begin, end)."""
+    overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
+    offsets = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in overlapping_spans)
+    return b"".join(span.digest + first for span, first in zip(overlapping_spans, offsets, strict=True))

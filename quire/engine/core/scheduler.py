@@ -294,15 +294,18 @@ class Scheduler:
                 copies += partial_copies
             budget.spend(request, chunk.cost)
             scheduled_requests.append(self._commit_scheduled_chunk(request, chunk, NO_DRAFT))
-            request_data = (
-                request.engine_request.params,
-                request.engine_request.seed,
-                self._waiting.adapter_slot(request),
-                *request.engine_request.encoder_inputs,
-            )
+            engine_request = request.engine_request
             new_requests.append(
                 NewRequestData(
-                    scheduled_requests[-1].slot, list(request.token_ids), request.num_prompt_tokens, *request_data
+                    scheduled_requests[-1].slot,
+                    list(request.token_ids),
+                    request.num_prompt_tokens,
+                    engine_request.params,
+                    engine_request.seed,
+                    self._waiting.adapter_slot(request),
+                    engine_request.spans,
+                    engine_request.images,
+                    engine_request.cache_salt,
                 )
             )
         if copies:

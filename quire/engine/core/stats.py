@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.common.scheduler_output import DRAFT_SOURCES
+from quire.engine.common.scheduler_output import DRAFT_SOURCES, SchedulerOutput
 
 Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 
@@ -227,6 +227,40 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """(adapter, seconds that the step waited)."""
     num_generated_tokens: int = 0
     used_cuda_graph: bool = False
+
+
+def make_step_record(
+    scheduler_output: SchedulerOutput,
+    number: int,
+    times: tuple[float, float, float, float],
+    *,
+    used_cuda_graph: bool = False,
+) -> StepRecord:
+    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
+    new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
+    chunks = tuple(
+        (row.request_id, row.start, row.num_tokens)
+        for row in scheduler_output.scheduled_requests
+        if row.num_tokens - len(row.draft_token_ids) > 1 or not row.should_sample or row.slot in new_slots
+    )
+    tokens = sum(row.num_tokens for row in scheduler_output.scheduled_requests)
+    drafts = tuple(
+        (row.request_id, tuple(row.draft_sources)) for row in scheduler_output.scheduled_requests if row.draft_sources
+    )
+    loads = tuple(
+        (each.request_id, each.tier, each.num_tokens, each.began_at, each.ended_at)
+        for each in scheduler_output.loaded_blocks
+    )
+    events = tuple(scheduler_output.preempted_ids), loads, drafts, tuple(scheduler_output.adapter_loads)
+    return StepRecord(
+        number,
+        *times,
+        len(scheduler_output.scheduled_requests),
+        tokens,
+        chunks,
+        *events,
+        used_cuda_graph=used_cuda_graph,
+    )
 
 
 _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")

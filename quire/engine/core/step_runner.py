@@ -9,9 +9,8 @@ from quire.engine.common import clock
 from quire.engine.common.executor import Executor, PendingOutput
 from quire.engine.common.scheduler_output import SchedulerOutput
 from quire.engine.common.types import EngineCoreOutput
-from quire.engine.core.request_history import make_step_record
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.stats import StepRecord
+from quire.engine.core.stats import StepRecord, make_step_record
 from quire.engine.processes.heartbeat import Heartbeat
 
 
@@ -50,7 +49,7 @@ class StepRunner:
             self._apply_step(self._in_flight.popleft())
         began_at = clock.monotonic()
         scheduler_output = self._scheduler.schedule()
-        self._heartbeat.begin_step([] if scheduler_output is None else scheduler_output.new_request_ids)
+        self._heartbeat.begin_step([] if scheduler_output is None else _new_request_ids(scheduler_output))
         if scheduler_output is not None:
             scheduled_at = clock.monotonic()
             self._in_flight.append(
@@ -83,3 +82,9 @@ class StepRunner:
         )
         if (offloader := self._scheduler.kv_offloader) is not None:
             offloader.record_step_cost(self.last_record.num_tokens, computed_at - step.scheduled_at)
+
+
+def _new_request_ids(scheduler_output: SchedulerOutput) -> list[str]:
+    """New, or resumed after preemption."""
+    slots = {new_request.slot for new_request in scheduler_output.new_requests}
+    return [row.request_id for row in scheduler_output.scheduled_requests if row.slot in slots] if slots else []

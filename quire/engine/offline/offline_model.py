@@ -23,8 +23,8 @@ from quire.engine.lora.local_adapters import LocalAdapters
 from quire.engine.offline.metrics import Metric, make_engine_metrics
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.offline.prompt_images import message_images, multi_modal_images
-from quire.engine.text.chat_messages import IMAGE_PART_TYPES
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_messages import IMAGE_PART_TYPES
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.null_tokenizer import check_text_params, load_tokenizer
 from quire.engine.text.pooling_inputs import encode_truncated

@@ -4,10 +4,10 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.client.output_source import Versions
+from quire.engine.client.output_stream import Versions
+from quire.engine.client.request_history import Timeline
 from quire.engine.common import clock, request_params, types
 from quire.engine.common.types import FinishReason, TokenLogprob
-from quire.engine.core.request_history import Timeline
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.text.detokenizer import IncrementalDetokenizer
 from quire.engine.text.tokenizer import Tokenizer

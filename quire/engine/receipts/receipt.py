@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client.output_source import Versions, add_tokens
+from quire.engine.client.output_stream import Versions, add_tokens
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, TokenLogprob

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire.engine.client.output_source import OutputSource, WrappedOutputs
+from quire.engine.client.output_stream import OutputSource, WrappedOutputs
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.receipts.receipt import ChoiceReceipt
 

@@ -13,7 +13,7 @@ from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
 from quire.engine.gguf.model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from quire.engine.text.chat_template import ChatRenderer
+    from quire.engine.text.conversation.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 """Models' templates have about 10 KB. Compiling this takes seconds."""
@@ -217,7 +217,7 @@ class _SpecialTokenReader:
         user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has harmony's end
         tokens, and a token directly before one of `ends`.
         """
-        from quire.engine.text.chat_template import (
+        from quire.engine.text.conversation.chat_template import (
             ChatRenderer,  # imports Jinja, which most callers do not need
         )
 

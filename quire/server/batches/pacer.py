@@ -9,8 +9,8 @@ from math import inf
 from weakref import WeakKeyDictionary
 
 from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.request_history import StepEntry
 from quire.engine.common import clock
-from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256

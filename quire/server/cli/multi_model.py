@@ -92,7 +92,7 @@ class MultiModelHost:
         memory = self._models_config.memory_limit_bytes
         bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for the models that are awake"
         assert first.runtime is not None
-        chats = first.runtime.model.chat_renderer.has_template
+        chats = first.runtime.model.chat_formats.renderer.has_template
         return f"""\
 quire {VERSION}{models}{bound}
   ready      {display_address(self._config, base)} after {seconds:.1f} s; Ctrl-C ends it

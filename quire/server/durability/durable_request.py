@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.output_source import OutputSource
+from quire.engine.client.output_stream import OutputSource
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import EngineCoreRequest
 from quire.server.access.authentication import owner_of
@@ -38,10 +38,9 @@ from quire.server.durability.resumable_calls import (
     still_answering_error,
 )
 from quire.server.durability.resumable_outputs import ResumableOutputs, known_progress
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
 
 STREAM_ID = "X-Stream-Id"

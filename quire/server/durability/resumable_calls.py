@@ -26,9 +26,8 @@ from quire.server.durability.peers import Peers
 from quire.server.durability.progress import CallProgress
 from quire.server.durability.resumable_outputs import ResumableOutputs
 from quire.server.durability.write_ahead_log import WriteAheadLog
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.resolved_request import GenerationRequest
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.store.database import StoreUnreachable
 
 log = logging.getLogger("quire.server")

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.output_source import Versions, WrappedOutputs, add_tokens
+from quire.engine.client.output_stream import Versions, WrappedOutputs, add_tokens
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.server.durability.progress import CallProgress, ChoiceFinish
 

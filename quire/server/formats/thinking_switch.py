@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 
 SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("enable_thinking", True, False),

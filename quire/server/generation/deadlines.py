@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.engine.client.output_source import OutputSource, WrappedOutputs
+from quire.engine.client.output_stream import OutputSource, WrappedOutputs
 from quire.engine.common.errors import QueueTimeout, Timeout
 from quire.engine.common.types import EngineCoreOutput
 from quire.server.generation.resolved_request import ResolvedRequest

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from quire.engine.client.request_history import Timeline
 from quire.engine.common import clock
 from quire.engine.common.types import PrefixMissReport
-from quire.engine.core.request_history import Timeline
+from quire.engine.receipts.receipt import ChoiceReceipt
+from quire.engine.receipts.receipt_recorder import ReceiptRecorder
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.output_parts import CollectedChoice
 from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.vector_generation import VectorGeneration
 
 if TYPE_CHECKING:
     from quire.server.observe.metrics import Metrics
@@ -191,3 +194,36 @@ class Generation(ABC):
             if not choice.is_finished:
                 self._has_cut_choices = True
                 self._record_choice_end(choice, reason)
+
+
+GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
+
+
+class RunningGeneration(Generic[GenerationType]):
+    """Knows what admission, receipts and durability do at its end."""
+
+    def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
+        """`receipt_recorder`: None without a receipt, and for beam search."""
+        self.generation: GenerationType = generation
+        self._receipt_recorder = receipt_recorder
+        self._end_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def needs_engine(self) -> bool:
+        return self._receipt_recorder is None or self._receipt_recorder.needs_engine
+
+    def choice_receipts(self) -> list[ChoiceReceipt]:
+        if self._receipt_recorder is None or isinstance(self.generation, VectorGeneration):
+            return []
+        return self._receipt_recorder.choice_receipts(self.generation.choice_ends)
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Callbacks run once, in this order."""
+        self._end_callbacks.append(callback)
+
+    def close(self) -> None:
+        """A second call only closes the generation."""
+        self.generation.close()
+        callbacks, self._end_callbacks = self._end_callbacks, []
+        for callback in callbacks:
+            callback()

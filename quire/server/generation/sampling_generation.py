@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.client.output_source import OutputSource
+from quire.engine.client.output_stream import OutputSource
+from quire.engine.client.request_history import Timeline
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QueueTimeout, QuireError, Timeout
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
-from quire.engine.core.request_history import Timeline
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer

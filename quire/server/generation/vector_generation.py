@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.client.output_source import OutputSource
+from quire.engine.client.output_stream import OutputSource
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, QueueTimeout, Timeout
 from quire.engine.common.request_params import PoolingParams

@@ -48,7 +48,7 @@ class HttpServer(uvicorn.Server):
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 log_config=None,
                 log_level=config.uvicorn_log_level,
-                access_log=False,  # server/observe/log_setup.py writes it
+                access_log=False,  # server/observe/request_log.py writes it
                 timeout_keep_alive=75,  # most proxies wait a minute, and must not reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )

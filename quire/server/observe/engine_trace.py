@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine import VERSION
+from quire.engine.client.request_history import RequestHistory, StepEntry, Timeline
 from quire.engine.common import clock
-from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from quire.engine.core.request_history import Timeline, TimelinePhase
+from quire.engine.client.request_history import Timeline, TimelinePhase
 
 PROVIDER = "quire"
 REQUEST_BUCKETS = tuple(0.01 * 2**i for i in range(14))

@@ -4,17 +4,9 @@ import json
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from quire.server.access.path_rules import PUBLIC_PATHS
 from quire.server.config import ServerConfig
-from quire.server.encoding import escape_log_text
 
-if TYPE_CHECKING:
-    from quire.server.observe.request_log import RequestRecord
-
-access_log = logging.getLogger("quire.access")
-UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
 EXTRA_FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
 
 
@@ -46,20 +38,3 @@ def set_up_logging(config: ServerConfig) -> None:
     if config.log_level == "info":
         for name in _HTTP_CLIENT_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def log_request(record: RequestRecord) -> None:
-    """The line contains no prompt or answer."""
-    if record.path in UNLOGGED_PATHS or record.ended_at is None:
-        return
-    extra = {
-        "request_id": record.request_id,
-        "answer_id": record.answer_id,
-        "tenant": record.owner or None,
-        "method": record.method,
-        "path": record.path,
-        "status": record.status,
-        "milliseconds": round((record.ended_at - record.arrived_at) * 1000, 3),
-    }
-    about = record.method, escape_log_text(record.path), record.status, extra["milliseconds"]
-    access_log.info("%s %s %s in %.0f ms", *about, extra=extra)

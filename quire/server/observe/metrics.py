@@ -13,9 +13,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.request_history import StepEntry, Timeline, TimelinePhase
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineInfo
-from quire.engine.core.request_history import StepEntry, Timeline, TimelinePhase
 from quire.server.observe.gen_ai_metrics import GenAiHistograms
 from quire.server.observe.metric_collectors import (
     LABELS,
@@ -26,7 +26,7 @@ from quire.server.observe.metric_collectors import (
     refusal_metrics,
 )
 from quire.server.observe.metric_sums import LabelingCollector, PeerSample, SummingCollector, samples_of_registry
-from quire.server.observe.prefix_report import PrefixMissCounters
+from quire.server.observe.prefix_report import MISS_REASON_TEXTS
 from quire.server.observe.rolling_stats import RollingStats
 
 FIRST_TOKEN_BUCKETS = (
@@ -297,6 +297,22 @@ def _labeled_counters(
     """Returns counters by label value, or under "" without a label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
+
+
+class PrefixMissCounters:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        text = "Prompt tokens that were computed before, but were not found in the prefix cache."
+        tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
+        self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in MISS_REASON_TEXTS}
+        text = "Seconds of steps spent recomputing them."
+        seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
+        self._seconds = seconds.labels(model_name, "0")
+
+    def observe_sequence(self, timeline: Timeline) -> None:
+        if (report := timeline.prefix_report) is not None:
+            for reason, tokens in report.tokens_by_reason:
+                self._tokens[reason].inc(tokens)
+            self._seconds.inc(report.compute_seconds)
 
 
 class BulkHistogram(Collector):

@@ -3,11 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
-
+from quire.engine.client.request_history import RequestHistory, Timeline
 from quire.engine.common.types import MissReason, PrefixDivergence
-from quire.engine.core.request_history import RequestHistory, Timeline
-from quire.server.observe.metric_collectors import LABELS
 from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
@@ -99,19 +96,3 @@ def _describe_divergence(nearest: PrefixDivergence, decode: DecodeTokens | None)
     before, was, now = map(decode, (nearest.common_ids, nearest.earlier_ids, nearest.prompt_ids))
     same = bool(was and now) and (was.startswith(now) or now.startswith(was))
     return {**common, "before": before, "was": was, "now": now, "same_text": same}
-
-
-class PrefixMissCounters:
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        text = "Prompt tokens that were computed before, but were not found in the prefix cache."
-        tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
-        self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in MISS_REASON_TEXTS}
-        text = "Seconds of steps spent recomputing them."
-        seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
-        self._seconds = seconds.labels(model_name, "0")
-
-    def observe_sequence(self, timeline: Timeline) -> None:
-        if (report := timeline.prefix_report) is not None:
-            for reason, tokens in report.tokens_by_reason:
-                self._tokens[reason].inc(tokens)
-            self._seconds.inc(report.compute_seconds)

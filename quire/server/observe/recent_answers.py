@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.request_history import RequestHistory, Timeline
 from quire.engine.core.fair_queue import OUTPUT_TOKEN_COST
-from quire.engine.core.request_history import RequestHistory, Timeline
 from quire.server.observe.request_explanation import answer_start, phase_seconds, to_milliseconds
 from quire.server.observe.request_log import RequestLog, RequestRecord
 

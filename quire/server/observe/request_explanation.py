@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import Any
 
+from quire.engine.client.request_history import RequestHistory, StepEntry, Timeline
 from quire.engine.common import clock
 from quire.engine.common.scheduler_output import DRAFT_SOURCES
-from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,8 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.common import clock, random_source
 from quire.server.access.authentication import tenant_of
+from quire.server.access.path_rules import PUBLIC_PATHS
+from quire.server.encoding import escape_log_text
 from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
+access_log = logging.getLogger("quire.access")
+UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
@@ -175,3 +180,20 @@ def safe_request_id(caller_id: str | None) -> str:
 
 def is_safe_id(value: str | None) -> TypeGuard[str]:
     return value is not None and re.fullmatch(SAFE_ID_PATTERN, value) is not None
+
+
+def log_request(record: RequestRecord) -> None:
+    """The line contains no prompt or answer."""
+    if record.path in UNLOGGED_PATHS or record.ended_at is None:
+        return
+    extra = {
+        "request_id": record.request_id,
+        "answer_id": record.answer_id,
+        "tenant": record.owner or None,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "milliseconds": round((record.ended_at - record.arrived_at) * 1000, 3),
+    }
+    about = record.method, escape_log_text(record.path), record.status, extra["milliseconds"]
+    access_log.info("%s %s %s in %.0f ms", *about, extra=extra)

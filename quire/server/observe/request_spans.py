@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.engine import VERSION
+from quire.engine.client.request_history import RequestHistory, Timeline
 from quire.engine.common.errors import ConfigError
-from quire.engine.core.request_history import RequestHistory, Timeline
 from quire.server.observe.gen_ai_metrics import PROVIDER, operation_name
 from quire.server.observe.request_log import RequestRecord
 

@@ -10,7 +10,7 @@ from quire.server.access.admission import AdmissionTicket, admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.generation.resolved_request import GenerationRequest, ResolvedRequest
 from quire.server.generation.vector_generation import VectorRequest
-from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import get_model
 
 

@@ -6,10 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.durability.durable_request import DurableRequest
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.vector_generation import VectorRequest
 from quire.server.pipeline.admit import admit
 from quire.server.pipeline.authorize import authorize, identify, open_durable_request
@@ -19,7 +18,7 @@ from quire.server.pipeline.resolve import Resolver, check_grammars, resolve_body
 from quire.server.pipeline.write import EndCallback, do_nothing, write_answer, write_vectors
 from quire.server.resolve.resolved_generation import ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
-from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import get_model
 
 Resolution = ResolvedGeneration | VectorRequest | JsonReply

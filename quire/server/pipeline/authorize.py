@@ -17,8 +17,7 @@ from quire.server.durability.answer_pins import ComputeIdentity
 from quire.server.durability.durable_request import DurableRequest, make_durable_request
 from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, ResolvedRequest
 from quire.server.observe.request_log import REQUEST_ID_HEADER, is_safe_id
-from quire.server.runtime.model_runtime import get_runtime
-from quire.server.runtime.server_context import get_server_context
+from quire.server.runtime.server_context import get_runtime, get_server_context
 from quire.server.served_model import get_model
 
 AnyRequest = TypeVar("AnyRequest", bound=ResolvedRequest)

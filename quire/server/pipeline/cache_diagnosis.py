@@ -7,8 +7,7 @@ from starlette.requests import Request
 from quire.server.access.authentication import owner_of
 from quire.server.cache_diagnostics import CacheDiagnosis, PromptFingerprint
 from quire.server.generation.resolved_request import GenerationRequest
-from quire.server.runtime.model_runtime import get_runtime
-from quire.server.runtime.server_context import get_server_context
+from quire.server.runtime.server_context import get_runtime, get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis:

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from quire.engine.client.output_source import OutputSource
+from quire.engine.client.output_stream import OutputSource
 from quire.engine.receipts.receipt_recorder import ReceiptRecorder
 from quire.server.access.admission import AdmissionTicket
 from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.beam_search_generation import BeamSearchGeneration
 from quire.server.generation.deadlines import OutputsWithDeadlines
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.resolved_request import GenerationRequest
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.generation.vector_generation import VectorGeneration, VectorRequest
-from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_runtime
 
 
 def submit_generation(

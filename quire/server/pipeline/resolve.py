@@ -26,7 +26,8 @@ from quire.server.pipeline.read import read_body
 from quire.server.resolve.checks import NeedsWorker, copied_param_sizes
 from quire.server.resolve.parse import BodyType, parse_body_as
 from quire.server.resolve.resolved_generation import ResolvedGeneration
-from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import ServedModel, get_model
 
 Resolution = TypeVar("Resolution")

@@ -19,8 +19,7 @@ from quire.server.http.sse import EventStream
 from quire.server.pipeline.answer import begin_generation
 from quire.server.pipeline.write import do_nothing, stream_events
 from quire.server.resolve.other_apis.history import ENDED_STATUSES, CachedResponse, WebSocketHistory
-from quire.server.runtime.model_runtime import get_runtime
-from quire.server.runtime.server_context import get_server_context
+from quire.server.runtime.server_context import get_runtime, get_server_context
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written
 

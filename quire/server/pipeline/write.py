@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.choice_state import ChoiceDelta
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, RunningGeneration
 from quire.server.generation.output_parts import CollectedChoice, collect_choices
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
-from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.vector_generation import VectorGeneration, VectorRequest
 from quire.server.http.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
 from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport
-from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"

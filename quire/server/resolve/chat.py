@@ -54,11 +54,12 @@ def resolve_chat_request(
             close=config.disable_additional_properties,
             strict_level=config.tool_strict_level,
         )
-    ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
+    ignored_by_template = params_ignored_by_template(body, model.chat_formats)
+    ignored = [*ignored, *body.check_params_and_list_ignored(), *ignored_by_template]
     headers = ignored_params_header(ignored, config.strict)
+    max_tokens_name, max_tokens = body.token_limit
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
-    max_tokens_name, max_tokens = body.token_limit
     prompt_only = (max_tokens_name, max_tokens) == ("n_predict", 0)
     headers |= clipped_header(max_tokens, model)
     params = resolve_sampling_params(

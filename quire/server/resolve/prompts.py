@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.images.multimodal_prompt import RequestImage
-from quire.engine.text.chat_messages import normalize_message
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_messages import normalize_message
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.conversation.conversation_renderer import RenderedConversation
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.token_offsets import decode_with_offsets, find_token_offsets
@@ -268,7 +268,7 @@ def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: b
     memory.
     """
     if chat_template is None:
-        return model.chat_renderer
+        return model.chat_formats.renderer
     if not trusted:
         raise InvalidRequest(
             "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
@@ -276,7 +276,7 @@ def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: b
         )
     if not model.expendable:
         raise NeedsWorker
-    return model.chat_renderer.with_template(chat_template)
+    return model.chat_formats.renderer.with_template(chat_template)
 
 
 def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) -> int:

@@ -31,7 +31,8 @@ from quire.server.protocol.operator_requests import (
 )
 from quire.server.resolve.parse import parse_body
 from quire.server.routes.api_description import BodySchema
-from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)

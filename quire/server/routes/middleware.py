@@ -11,12 +11,11 @@ from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.memory_lease import MemoryLeaseMiddleware
 from quire.server.access.root_path import RootPathMiddleware
 from quire.server.access.tenants import Tenants
+from quire.server.access.unexpected_errors import UnexpectedErrorMiddleware
 from quire.server.config import ServerConfig
 from quire.server.durability.replayed_request import ResumptionMiddleware
-from quire.server.error_responses import UnexpectedErrorMiddleware
 from quire.server.observe.http_metrics import HttpMetrics
-from quire.server.observe.log_setup import log_request
-from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
+from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord, log_request
 from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.shared_capacity import SharedCapacity
 

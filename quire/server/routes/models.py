@@ -18,7 +18,7 @@ from quire.server.error_responses import SLOTS_PATH
 from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.api_description import BodySchema
-from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import NEUTRAL_SAMPLING, TASK_OUTPUTS, ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)

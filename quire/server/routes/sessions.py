@@ -13,7 +13,7 @@ from quire.server.pipeline.resolve import resolve_body
 from quire.server.protocol.stored_objects import WarmRequest
 from quire.server.resolve.sessions import parse_warm_request, resolve_warm_request
 from quire.server.routes.api_description import BodySchema
-from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import get_model
 
 router = APIRouter(route_class=GenerationRoute)

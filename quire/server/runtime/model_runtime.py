@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from starlette.requests import Request
-
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.weight_broadcast import WeightsGroup
 from quire.engine.client.weights import WeightChanges
@@ -78,9 +76,3 @@ class ModelRuntime:
         """Call after a weight update."""
         self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
-
-
-def get_runtime(request: Request) -> ModelRuntime:
-    runtime = request.scope["runtime"]
-    assert isinstance(runtime, ModelRuntime)
-    return runtime

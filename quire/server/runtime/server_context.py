@@ -82,3 +82,9 @@ def get_server_context(request: Request) -> ServerContext:
     server = request.app.state.server
     assert isinstance(server, ServerContext)
     return server
+
+
+def get_runtime(request: Request) -> ModelRuntime:
+    runtime = request.scope["runtime"]
+    assert isinstance(runtime, ModelRuntime)
+    return runtime

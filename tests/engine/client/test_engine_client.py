@@ -10,11 +10,11 @@ import pytest
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.output_stream import merge
 from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.request_history import StepEntry
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput
-from quire.engine.core.request_history import StepEntry
 from quire.engine.offline.in_process_client import InProcessClient
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.kv_cache.block_pool import BlockPool, block_hash, root_hash
+from quire.engine.core.kv_cache.block_pool import BlockPool
+from quire.engine.core.request import block_hash, root_hash
 from tests.tiers import examples
 
 

@@ -6,9 +6,9 @@ import gc
 
 import msgspec
 
+from quire.engine.client.request_history import RequestHistory
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
-from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
 
 

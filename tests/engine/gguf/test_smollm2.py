@@ -19,7 +19,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
 from quire.engine.gguf.model_files import find_model_in_python_package
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import request, run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.common.errors import InvalidRequest, ModelError
-from quire.engine.text.chat_template import ChatRenderer, Message
+from quire.engine.text.conversation.chat_template import ChatRenderer, Message
 from tests.texts import CHATML, SHARED, shared
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}

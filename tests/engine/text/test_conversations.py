@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from tests.engine.text.shapes import (
     ANTHROPIC,

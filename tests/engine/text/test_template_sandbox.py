@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.common.errors import InvalidRequest, ModelError
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 
 ROUNDS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.kv_cache.block_pool import BlockPool, block_hash, root_hash
+from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.kv_cache.pinned_sessions import DEFAULT_KEEP_SECONDS, PinnedSessions
-from quire.engine.core.request import Request
+from quire.engine.core.request import Request, block_hash, root_hash
 from tests.tiers import examples
 
 PAGE = 16

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import ThinkingBudget
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.server.config import ReasoningParser as Choices
 from quire.server.formats.reasoning_parser import (
     REASONING_FORMATS,

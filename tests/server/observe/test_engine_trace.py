@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
+from quire.engine.client.request_history import StepEntry, Timeline
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.core.request_history import StepEntry, Timeline
 from quire.engine.core.stats import StepRecord
 from quire.server.observe import engine_trace as tracing
 from quire.server.observe.engine_trace import build_trace, phase_totals

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.engine.core.request_history import Timeline
+from quire.engine.client.request_history import Timeline
 from quire.server.observe.gen_ai_metrics import GenAiHistograms, operation_name
 from tests.server.api import NAME, open_api
 from tests.server.fake import FakeEngine, hashed

@@ -16,7 +16,8 @@ import pytest
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import ConfigError
 from quire.engine.core.stats import EngineStats
-from quire.server.observe.log_setup import JsonFormatter, access_log
+from quire.server.observe.log_setup import JsonFormatter
+from quire.server.observe.request_log import access_log
 from quire.server.observe.request_spans import create_otlp_exporter
 from quire.server.observe.throughput_log import format_throughput, log_throughput_periodically
 from tests.server.api import open_api

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.engine.client.request_history import RequestHistory
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest
-from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.engine.client.request_history import RequestHistory
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
-from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
@@ -107,8 +107,8 @@ def test_batch_mate_visibility_ignores_request_ids() -> None:
 
 
 def test_request_history_bounds_steps_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.core.request_history.MAX_STEPS_PER_REQUEST", 10)
-    monkeypatch.setattr("quire.engine.core.request_history.MAX_TOTAL_STEPS", 25)
+    monkeypatch.setattr("quire.engine.client.request_history.MAX_STEPS_PER_REQUEST", 10)
+    monkeypatch.setattr("quire.engine.client.request_history.MAX_TOTAL_STEPS", 25)
     history = RequestHistory(max_ended=4)
     for name in "abcdef":
         history.record_submission(request(name))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.prompts import SLICE_CHARACTERS, check_and_encode_texts, check_text_fits, split_into_slices

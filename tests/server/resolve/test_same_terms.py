@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import Grammar
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.server.formats.thinking_switch import ThinkingSwitch
 from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, TOOLS, prompt, speaker

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from quire.engine.common import clock
-from quire.engine.text.chat_messages import with_content_parts
+from quire.engine.text.conversation.chat_messages import with_content_parts
 from quire.engine.text.conversation.message_units import Message
 
 Tools = Sequence[dict[str, Any]] | None

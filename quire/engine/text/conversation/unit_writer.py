@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from quire.engine.text.chat_messages import IMAGE_PART_TYPES, REASONING_FIELDS, Content, join_contents
 from quire.engine.text.conversation.adaptation_rules import FILLER_TEXTS, AdaptationRule, Fix, opposite_role
+from quire.engine.text.conversation.chat_messages import IMAGE_PART_TYPES, REASONING_FIELDS, Content, join_contents
 from quire.engine.text.conversation.message_units import (
     Message,
     MessageUnit,
@@ -17,7 +17,7 @@ from quire.engine.text.conversation.message_units import (
     result_call_id,
     tool_call_function,
 )
-from quire.engine.text.tool_prompt import with_calls_as_text, with_results_as_text
+from quire.engine.text.conversation.tool_prompt import with_calls_as_text, with_results_as_text
 
 _ID_LENGTH = 9
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -16,7 +16,7 @@ from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.common.errors import ModelError, QuireError
 from quire.engine.gguf.file_names import part_paths
 from quire.engine.gguf.model_files import ModelFiles
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.models.downloaded import format_size

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.common.errors import ConfigError, InvalidRequest
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body

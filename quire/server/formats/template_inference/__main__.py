@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.server.formats.call_forms.argument_forms import JsonArguments, LiteralArguments
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.slots import ID_SLOT, INDEX_SLOT, KEY_SLOT, NAME_SLOT

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.server.formats.call_forms.argument_forms import ArgumentsForm, JsonArguments
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.call_form_texts import NAME_TAG_OPENING

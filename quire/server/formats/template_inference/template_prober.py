@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.common.errors import QuireError
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.conversation.chat_template import ChatRenderer
 from quire.server.formats.call_forms.slots import ID_SLOT, common_prefix_by_atoms, common_suffix_by_atoms
 
 USER_TEXT = "quserq"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT
+from quire.engine.text.conversation.tool_prompt import HERMES_CALL_FORMAT
 from quire.server.formats.tools.code_blocks import CODE_FENCE, CodeBlockReader
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, find_first_literal, partial_match_length
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta, ToolCallSink

@@ -12,7 +12,8 @@ from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.ollama import OllamaShowRequest
 from quire.server.resolve.other_apis.ollama import model_name_without_latest_tag
 from quire.server.routes.api_description import BodySchema
-from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_runtime
 from quire.server.served_model import ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.server.encoding import encode_json
-from quire.server.pipeline.read import read_body
+from quire.server.pipeline.resolve import read_body
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse_body
 from quire.server.routes.api_description import BodySchema

@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 import msgspec
 
 from quire.engine.common import clock
-from quire.engine.common.scheduler_output import SchedulerOutput
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, PrefixMissReport
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
@@ -23,40 +22,6 @@ MAX_STEPS_PER_REQUEST = 2000
 """Later steps are only counted."""
 MAX_TOTAL_STEPS = 100_000
 """At most about 500 bytes each. Beyond this, the oldest requests keep only their phases."""
-
-
-def make_step_record(
-    scheduler_output: SchedulerOutput,
-    number: int,
-    times: tuple[float, float, float, float],
-    *,
-    used_cuda_graph: bool = False,
-) -> StepRecord:
-    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
-    new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
-    chunks = tuple(
-        (row.request_id, row.start, row.num_tokens)
-        for row in scheduler_output.scheduled_requests
-        if row.num_tokens - len(row.draft_token_ids) > 1 or not row.should_sample or row.slot in new_slots
-    )
-    tokens = sum(row.num_tokens for row in scheduler_output.scheduled_requests)
-    drafts = tuple(
-        (row.request_id, tuple(row.draft_sources)) for row in scheduler_output.scheduled_requests if row.draft_sources
-    )
-    loads = tuple(
-        (each.request_id, each.tier, each.num_tokens, each.began_at, each.ended_at)
-        for each in scheduler_output.loaded_blocks
-    )
-    events = tuple(scheduler_output.preempted_ids), loads, drafts, tuple(scheduler_output.adapter_loads)
-    return StepRecord(
-        number,
-        *times,
-        len(scheduler_output.scheduled_requests),
-        tokens,
-        chunks,
-        *events,
-        used_cuda_graph=used_cuda_graph,
-    )
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):

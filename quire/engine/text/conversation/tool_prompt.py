@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.text.chat_messages import join_contents
+from quire.engine.text.conversation.chat_messages import join_contents
 
 Message = dict[str, Any]
 

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 
 from quire.engine.common import clock
 from quire.engine.common.errors import InvalidRequest, ModelError
-from quire.engine.text.chat_messages import RESERVED_VARIABLES, normalize_message
+from quire.engine.text.conversation.chat_messages import RESERVED_VARIABLES, normalize_message
 from quire.engine.text.conversation.conversation_renderer import ConversationRenderer, RenderedConversation
 from quire.engine.text.conversation.message_units import RESULT_ROLES, Message, has_calls, split_into_units
 from quire.engine.text.conversation.planner import ConversationPlanner
@@ -28,9 +28,13 @@ from quire.engine.text.conversation.template_capabilities import (
     detect_input_format,
     make_probe_tool,
 )
+from quire.engine.text.conversation.template_sandbox import MAX_STEPS, BoundedEnvironment, TemplateStepLimitExceeded
+from quire.engine.text.conversation.tool_prompt import (
+    HERMES_CALL_FORMAT,
+    fill_missing_descriptions,
+    put_tools_in_system_message,
+)
 from quire.engine.text.conversation.unit_writer import UnitWriter
-from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, TemplateStepLimitExceeded
-from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
 from quire.engine.unsupported_options import suggest_nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
