@@ -39,8 +39,7 @@ class ReferenceMoE:
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """For router input [T, hidden]: experts [T, top_k] int64, their weights, number of experts on all ranks."""
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
-    chosen, shares = choose_experts(scores, experts.routing, experts.score_correction_bias)
-    return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
+    return (*choose_experts(scores, experts), scores.shape[1])
 
 
 def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: Tensor) -> Tensor:

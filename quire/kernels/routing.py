@@ -45,10 +45,13 @@ class MoEComponents:
     """Index of the first expert in `gate_up` and `down`. Other ranks have the others."""
 
 
-def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] affects only the
-    choice.
-    """
+def choose_experts(scores: Tensor, experts: MoEComponents) -> tuple[Tensor, Tensor]:
+    """Experts [T, top_k] int64 and their weights for scores [T, experts]."""
+    chosen, weights = _apply_rule(scores, experts.routing, experts.score_correction_bias)
+    return chosen, weights if experts.expert_scales is None else weights * experts.expert_scales[chosen]
+
+
+def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     if routing.softcap is not None:
         scores = (scores / routing.softcap).tanh() * routing.softcap
     if routing.score_function == "mixer":

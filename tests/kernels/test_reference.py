@@ -17,6 +17,7 @@ from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import choose_experts
 from tests.kernels.ragged import Part, attend, error, random_part
+from tests.kernels.test_routing import router
 
 reference = ReferenceBackend()
 MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]
@@ -133,11 +134,11 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid_mul of heads": lambda x: reference.sigmoid_mul(x, x[:, : x.shape[1] // 2].contiguous()),
     "layer_norm": lambda x: reference.layer_norm(x, x.new_ones(x.shape[1]), x.new_ones(x.shape[1]), 1e-5),
     "rms_norm": lambda x: reference.rms_norm(x, x.new_ones(x.shape[1]), 1e-5),
-    "sigmoid router": lambda x: choose_experts(x.float(), Routing(8, "sigmoid"), None)[1],
+    "sigmoid router": lambda x: choose_experts(x.float(), router(Routing(8, "sigmoid")))[1],
     "softmax router": lambda x: choose_experts(
-        x.float(), Routing(3, num_groups=2, top_k_groups=1, group_score_top_k=2), None
+        x.float(), router(Routing(3, num_groups=2, top_k_groups=1, group_score_top_k=2))
     )[1],
-    "mixer": lambda x: choose_experts(x.float(), Routing(2, "mixer", jitter=0.01), None)[1],
+    "mixer": lambda x: choose_experts(x.float(), router(Routing(2, "mixer", jitter=0.01)))[1],
     **{
         kind: partial(reference.apply_activation, activation=Activation(kind))
         for kind in ("gelu", "gelu_tanh", "relu2")

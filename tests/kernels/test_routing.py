@@ -12,12 +12,14 @@ from torch import Tensor
 
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.experts import ReferenceMoE
 from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import MoEComponents, choose_experts
 from tests.kernels.ragged import error
 
 COUNT, HIDDEN, INNER = 12, 64, 32
+SHAPES = {"router": (COUNT, HIDDEN), "gate_up": (COUNT, 2 * INNER, HIDDEN), "down": (COUNT, HIDDEN, INNER)}
 RULES = {
     "softmax": Routing(3),
     "of-all": Routing(3, is_normalized=False, scale=2.5),
@@ -68,10 +70,15 @@ def random_scores(generator: torch.Generator, rows: int, name: str) -> tuple[Ten
     return scores, torch.randn(COUNT, generator=generator) * 0.3 if name in CORRECTED else None
 
 
+def router(rule: Routing, correction: Tensor | None = None) -> MoEComponents:
+    """Without experts. The identity makes the scores."""
+    return MoEComponents(lambda x, _: x, [], [], rule, score_correction_bias=correction)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_choose_experts_follows_routing_rule(name: str, generator: torch.Generator) -> None:
     scores, correction = random_scores(generator, 60, name)
-    chosen, weights = choose_experts(scores, RULES[name], correction)
+    chosen, weights = choose_experts(scores, router(RULES[name], correction))
     for row, experts, parts in zip(scores.tolist(), chosen.tolist(), weights.tolist(), strict=True):
         wanted = expected_weights(row, RULES[name], None if correction is None else correction.tolist())
         assert dict(zip(experts, parts, strict=True)) == pytest.approx(wanted, rel=1e-5)
@@ -95,8 +102,7 @@ def test_compiled_moe_follows_routing_rule_in_every_batch(
     cpu: CpuBackend, name: str, dtype: torch.dtype, float_router: bool, generator: torch.Generator
 ) -> None:
     rule, (_, correction) = RULES[name], random_scores(generator, 1, name)
-    shapes = {"router": (COUNT, HIDDEN), "gate_up": (COUNT, 2 * INNER, HIDDEN), "down": (COUNT, HIDDEN, INNER)}
-    tensors = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in shapes.items()}
+    tensors = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in SHAPES.items()}
     tensors = {key: each if key == "router" and float_router else each.to(dtype) for key, each in tensors.items()}
     x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
     moe = cpu.make_moe(make_moe_components(cpu, rule, correction, tensors))
@@ -123,6 +129,12 @@ def test_compiled_moe_follows_routing_rule_in_every_batch(
         assert torch.equal(moe(x[rows]), got[rows])
     torch.set_num_threads(3)
     assert torch.equal(moe(x), got)
+
+
+def test_moe_with_uncompiled_routing_rule_is_computed_by_reference(cpu: CpuBackend, generator: torch.Generator) -> None:
+    given = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    rule = Routing(2, "not in the kernels")  # type: ignore[arg-type]
+    assert isinstance(cpu.make_moe(make_moe_components(cpu, rule, None, given)), ReferenceMoE)
 
 
 @pytest.mark.parametrize(

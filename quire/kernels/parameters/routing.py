@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
-"""Numbered as in kernels/cpu/decoder/routing.h."""
+COMPILED_SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
+"""Numbered as in kernels/cpu/decoder/routing.h. Others are computed by kernels/routing.py."""
 
 
 @dataclass(frozen=True, slots=True)

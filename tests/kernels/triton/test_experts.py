@@ -120,7 +120,7 @@ def test_route_on_device_equals_choose_experts(
             lambda x, _: x, [], [], routing, score_correction_bias=None if correction is None else correction.to(device)
         )
         chosen, shares, found = route_on_device(of, scores.to(device))
-        expected, weights = choose_experts(scores, routing, correction)
+        expected, weights = choose_experts(scores, replace(of, score_correction_bias=correction))
         assert found == count
         numbers = torch.arange(9)[scores.isfinite().all(1)]
         assert torch.equal(chosen.cpu()[numbers], expected[numbers])

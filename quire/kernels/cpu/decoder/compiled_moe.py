@@ -9,15 +9,15 @@ from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, RelocatableWeights
 from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.parameters.activation import ACTIVATION_KINDS
-from quire.kernels.parameters.routing import SCORE_FUNCTIONS, Routing
+from quire.kernels.parameters.routing import COMPILED_SCORE_FUNCTIONS, Routing
 from quire.kernels.routing import MoE, MoEComponents
 
 
 def make_compiled_moe(library: native_library.NativeLibrary, experts: MoEComponents) -> MoE | None:
-    """None if a linear is not compiled."""
+    """None if a linear or the routing rule is not compiled."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
-    if len(ours) < len(linears):
+    if len(ours) < len(linears) or experts.routing.score_function not in COMPILED_SCORE_FUNCTIONS:
         return None
     moe = CompiledMoE(library, experts, *ours)
     if isinstance(library.weight_arena, MappedWeightArena):
@@ -30,7 +30,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
     if any(each is not None and (each.dtype != torch.float32 or not each.is_contiguous()) for each in bias_and_scales):
         raise TypeError("a router's correction and factors must be float32 and contiguous")
     pointers = (None if each is None else each.data_ptr() for each in bias_and_scales)
-    counts = (rule.top_k, SCORE_FUNCTIONS.index(rule.score_function), rule.is_normalized)
+    counts = (rule.top_k, COMPILED_SCORE_FUNCTIONS.index(rule.score_function), rule.is_normalized)
     groups = (rule.num_groups, rule.top_k_groups, rule.group_score_top_k, rule.weights_inputs)
     numbers = (rule.normalizer_eps, rule.scale, rule.softcap or 0.0, rule.jitter)
     return native_library.Routing(*pointers, *counts, *groups, *numbers)

@@ -145,7 +145,7 @@ def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """`route_tokens` with contiguous results and float32 weights. Common routings take one kernel."""
     routing = experts.routing
-    if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
+    if routing.score_function not in ("softmax", "sigmoid") or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
         return chosen.contiguous(), shares.float().contiguous(), count
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS).contiguous()
