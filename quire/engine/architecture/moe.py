@@ -78,9 +78,14 @@ class MoELayerSpec(SublayerSpec):
     down: str = "down_proj"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        shapes = self._shapes_without_experts(layer, hidden_size)
+        for index in range(self.num_experts):
+            shapes |= self._expert_shapes(layer, index, hidden_size)
+        return shapes
+
+    def _shapes_without_experts(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix = self.prefix(layer)
         shapes = linear_shapes([f"{prefix}.{self.router}"], self.num_experts, hidden_size, bias=self.router_bias)
-        shapes |= self.expert_shapes(layer, hidden_size)
         norms = {}
         if self.input_norm:
             norms[f"{layer}.{self.input_norm_name}"] = hidden_size
@@ -98,12 +103,11 @@ class MoELayerSpec(SublayerSpec):
         return shapes | self._dense_shapes(layer, hidden_size)
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
-        experts = count_parameters(self.expert_shapes(layer, hidden_size))
         return StepCosts(
-            dense_parameters=count_parameters(self.parameter_shapes(layer, hidden_size)) - experts,
+            dense_parameters=count_parameters(self._shapes_without_experts(layer, hidden_size)),
             num_experts=self.num_experts,
             experts_per_token=self.routing.top_k,
-            expert_parameters=experts,
+            expert_parameters=self.num_experts * count_parameters(self._expert_shapes(layer, 0, hidden_size)),
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
@@ -121,16 +125,12 @@ class MoELayerSpec(SublayerSpec):
             shapes |= linear_shapes([out_of], hidden_size, latent.latent_size, bias=latent.bias)
         return shapes
 
-    def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+    def _expert_shapes(self, layer: str, index: int, hidden_size: int) -> ParameterShapes:
         width = hidden_size if self.latent is None else self.latent.latent_size
-        up_names = (self.gate, self.up) if self.gated else (self.up,)
-        shapes = ParameterShapes()
-        for index in range(self.num_experts):
-            expert = f"{self.prefix(layer)}.experts.{index}"
-            names = [f"{expert}.{name}" for name in up_names]
-            shapes |= linear_shapes(names, self.intermediate_size, width, bias=self.bias)
-            shapes |= linear_shapes([f"{expert}.{self.down}"], width, self.intermediate_size, bias=self.bias)
-        return shapes
+        expert = f"{self.prefix(layer)}.experts.{index}"
+        names = [f"{expert}.{name}" for name in ((self.gate, self.up) if self.gated else (self.up,))]
+        shapes = linear_shapes(names, self.intermediate_size, width, bias=self.bias)
+        return shapes | linear_shapes([f"{expert}.{self.down}"], width, self.intermediate_size, bias=self.bias)
 
     @property
     def input_norm_name(self) -> str:
