@@ -21,13 +21,13 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-_QWEN_MODULE_NAMES = {
+_MODULES_BELOW_PREFIX = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
     "fc": EH_PROJ,
     "norm": OUTPUT_NORM,
 }
-_NEMOTRON_OUTPUT_NORM = "final_layernorm"
+_LAST_SUBLAYER_NORM = "final_layernorm"
 _SHARED_TENSOR_PREFIXES = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.shared_head_head.")
 """Copies of the model's embedding and head (DeepSeek's README_WEIGHTS)."""
 _LAYER_TENSOR_PATTERN = re.compile(r"(?P<layers>model\.layers|mtp\.layers|blk)\.(?P<number>\d+)\.(?P<inside>.+)")
@@ -57,23 +57,23 @@ class MTPTensorNames:
         if layer_match is None:
             module, _, parameter = checkpoint_name.removeprefix(MTP_PREFIX).rpartition(".")
             is_mtp = self.has_mtp_prefix and checkpoint_name.startswith(MTP_PREFIX)
-            return f"{_QWEN_MODULE_NAMES.get(module, module)}.{parameter}" if is_mtp else None
+            return f"{_MODULES_BELOW_PREFIX.get(module, module)}.{parameter}" if is_mtp else None
         number, first = int(layer_match["number"]), 0 if self.has_mtp_prefix else self.num_main_layers
         is_mtp = (
             layer_match["layers"] == "mtp.layers"
         ) == self.has_mtp_prefix and first <= number < first + self.num_sublayers
         if not is_mtp or layer_match["inside"].startswith(_SHARED_TENSOR_PREFIXES):
             return None
-        if layer_match["inside"].startswith(f"{_NEMOTRON_OUTPUT_NORM}."):
-            return layer_match["inside"].replace(_NEMOTRON_OUTPUT_NORM, OUTPUT_NORM)
+        if layer_match["inside"].startswith(f"{_LAST_SUBLAYER_NORM}."):
+            return layer_match["inside"].replace(_LAST_SUBLAYER_NORM, OUTPUT_NORM)
         return f"{'blk' if layer_match['layers'] == 'blk' else 'model.layers'}.{number - first}.{layer_match['inside']}"
 
     def checkpoint_name_from_mtp(self, module: str) -> str:
-        qwen_names = {name: f"{MTP_PREFIX}{stored}" for stored, name in _QWEN_MODULE_NAMES.items()}
+        prefixed_names = {name: f"{MTP_PREFIX}{stored}" for stored, name in _MODULES_BELOW_PREFIX.items()}
         if self.num_sublayers > 1:
             return module.replace("model.", MTP_PREFIX, 1)
         if self.has_mtp_prefix:
-            return qwen_names.get(module, module.replace("model.", MTP_PREFIX, 1))
+            return prefixed_names.get(module, module.replace("model.", MTP_PREFIX, 1))
         return module.replace(MTP_LAYER, f"model.layers.{self.num_main_layers}", 1)
 
 
@@ -84,7 +84,7 @@ def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
         output_norms = [
             place
             for name in mtp_tensors
-            if (place := _LAYER_TENSOR_PATTERN.fullmatch(name)) and _NEMOTRON_OUTPUT_NORM in place["inside"]
+            if (place := _LAYER_TENSOR_PATTERN.fullmatch(name)) and _LAST_SUBLAYER_NORM in place["inside"]
         ]
         return MTPTensorNames(
             num_main_layers,

@@ -16,7 +16,7 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 _STACKED_NAME = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)$")
 _TENSOR_NAMES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
-_GRANITE_NAME = re.compile(
+_BLOCK_SPARSE_NAME = re.compile(
     r"(.*\.block_sparse_moe)\.(?:experts\.(?:gate_up|(down))_proj|(?:input|(output))_linear\.weight)$"
 )
 _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
@@ -24,8 +24,8 @@ _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_size: int) -> TensorStream:
     for name, tensor in stream:
-        if (granite := _GRANITE_NAME.match(name)) is not None and tensor.ndim == 3:
-            yield from _split_gate_up_halves(granite[1], tensor, down=bool(granite[2] or granite[3]))
+        if (block_sparse := _BLOCK_SPARSE_NAME.match(name)) is not None and tensor.ndim == 3:
+            yield from _split_gate_up_halves(block_sparse[1], tensor, down=bool(block_sparse[2] or block_sparse[3]))
             continue
         match = _STACKED_NAME.match(name)
         if stacked.gate_up_halves and match is not None and tensor.ndim == 3:
