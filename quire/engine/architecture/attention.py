@@ -106,3 +106,7 @@ class AttentionLayerSpec(SublayerSpec):
         if self.qk_norm in ("whole", "centred"):
             return "the norm of all heads' queries and keys cannot be divided among ranks"
         return None
+
+    @property
+    def gpu_error(self) -> str | None:
+        return None if self.alibi is None else "ALiBi of attention is served only on CPUs so far"

@@ -142,9 +142,7 @@ class DecoderSpec:
     @property
     def gpu_error(self) -> str | None:
         """None if GPUs can compute the layers."""
-        if any(each.alibi is not None for each in self.sublayers_of_kind(AttentionLayerSpec)):
-            return "ALiBi of attention is served only on CPUs so far"
-        return "sparse attention is served only on CPUs so far" if self.has_sparse_attention else None
+        return next((each.gpu_error for layer in self.layers for each in layer if each.gpu_error is not None), None)
 
     @property
     def quantized_kv_error(self) -> str | None:

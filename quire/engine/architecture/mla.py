@@ -113,3 +113,7 @@ class MLALayerSpec(SublayerSpec):
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)
+
+    @property
+    def gpu_error(self) -> str | None:
+        return None if self.indexer is None else "sparse attention is served only on CPUs so far"

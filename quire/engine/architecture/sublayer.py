@@ -76,6 +76,11 @@ class SublayerSpec:
         """None if `ranks` can divide everything."""
         return None
 
+    @property
+    def gpu_error(self) -> str | None:
+        """None if GPUs can compute it."""
+        return None
+
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
     """None if `size` is a multiple of `ranks`."""

@@ -10,6 +10,7 @@ from quire.engine.architecture.recurrent import (
     KimiDeltaAttentionSpec,
     Mamba2LayerSpec,
     MambaLayerSpec,
+    MatrixStateSpec,
 )
 from quire.engine.common.errors import ModelError
 from quire.kernels.backend_selection import AttentionRequirements
@@ -17,8 +18,6 @@ from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
-
-_RecurrentSpec = DeltaNetSpec | KimiDeltaAttentionSpec | Mamba2LayerSpec | MambaLayerSpec
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
@@ -65,34 +64,28 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
     """(parameters, value_dim) of each kind and size of recurrence."""
-    parts: list[_RecurrentSpec] = [
-        *spec.sublayers_of_kind(DeltaNetSpec),
-        *spec.sublayers_of_kind(KimiDeltaAttentionSpec),
-        *spec.sublayers_of_kind(Mamba2LayerSpec),
-        *spec.sublayers_of_kind(MambaLayerSpec),
-    ]
-    first: dict[tuple[type[_RecurrentSpec], int, int, int], _RecurrentSpec] = {}
-    for each in parts:
+    first: dict[tuple[type[MatrixStateSpec], int, int, int], MatrixStateSpec] = {}
+    for each in spec.sublayers_of_kind(MatrixStateSpec):  # type: ignore[type-abstract]
         first.setdefault((type(each), each.num_heads, each.key_dim, each.value_dim), each)
     return [(_make_dummy_recurrence_params(each, device), each.value_dim) for each in first.values()]
 
 
-def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) -> Recurrence:
+def _make_dummy_recurrence_params(part: MatrixStateSpec, device: torch.device) -> Recurrence:
     def sample_tensor(*shape: int) -> torch.Tensor:
         return torch.linspace(0.1, 1.0, torch.Size(shape).numel(), device=device).view(shape)
 
     heads, channels = part.num_heads, part.num_heads * part.value_dim
     if isinstance(part, DeltaNetSpec | KimiDeltaAttentionSpec):
-        is_kimi = isinstance(part, KimiDeltaAttentionSpec)
+        has_row_decay = isinstance(part, KimiDeltaAttentionSpec)
         key_heads = heads if isinstance(part, KimiDeltaAttentionSpec) else part.num_key_heads
         return DeltaRule(
             -sample_tensor(heads),
-            sample_tensor(heads * part.key_dim if is_kimi else heads),
+            sample_tensor(heads * part.key_dim if has_row_decay else heads),
             sample_tensor(part.value_dim),
             1e-6,
             key_heads,
             part.key_dim,
-            has_sigmoid_gate=is_kimi,
+            has_sigmoid_gate=has_row_decay,
         )
     if isinstance(part, Mamba2LayerSpec):
         norm = None if part.result_norm is None else sample_tensor(channels)
@@ -107,6 +100,7 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
             part.value_dim,
         )
         return StateSpace(*weights, dt_limits=part.dt_limits, norm_before_gate=part.result_norm == "before")
+    assert isinstance(part, MambaLayerSpec)
     inner = None if part.inner_norm is None else sample_tensor(part.key_dim)
     rate = -sample_tensor(heads, part.key_dim, part.value_dim)
     return SelectiveScan(rate, sample_tensor(channels), sample_tensor(channels), inner, inner, part.inner_eps)
