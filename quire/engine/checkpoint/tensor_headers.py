@@ -18,14 +18,12 @@ from msgspec import Meta
 from quire.engine.checkpoint import pickled
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import MIB, decode_json, open_if_present, read_bytes_if_present
+from quire.engine.common.safetensors_dtypes import DTYPE_BYTES, FLOAT_BYTES
 from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
 INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The loader casts these to the model's dtype."""
-_DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_INDEX_BYTES = 64 * MIB
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_TENSORS = 2**17
@@ -142,8 +140,8 @@ def read_checkpoint_size(
             if excluded_pattern is not None and excluded_pattern.search(name):
                 continue
             begin, end = tensor.data_offsets
-            if tensor.dtype in _FLOAT_BYTES:
-                floats += (end - begin) // _FLOAT_BYTES[tensor.dtype]
+            if tensor.dtype in FLOAT_BYTES:
+                floats += (end - begin) // FLOAT_BYTES[tensor.dtype]
             else:
                 packed_bytes += end - begin
     return CheckpointSize(floats, packed_bytes)
@@ -240,8 +238,8 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
                 f"model: {shard.name}: {name[:_MAX_SHOWN_CHARS]}: data_offsets: outside of the file, which may be cut "
                 "off"
             )
-        needed = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)
-        if tensor.dtype in _DTYPE_BYTES and needed != end - begin:
+        needed = math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
+        if tensor.dtype in DTYPE_BYTES and needed != end - begin:
             size = f"{tensor.shape} of {tensor.dtype} are {needed} bytes, not {end - begin}"
             raise ModelError(f"model: {shard.name}: {name[:_MAX_SHOWN_CHARS]}: data_offsets: {size}")
     _check_no_overlap(tensors, shard.name)

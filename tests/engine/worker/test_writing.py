@@ -18,7 +18,9 @@ from torch import Tensor
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
+from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 from quire.engine.engine_core import EngineCore
+from quire.engine.layers.schemes.formats import SAFETENSORS_DTYPES
 from quire.engine.layers.schemes.online_quantization import quantize_float8, quantize_int8
 from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.kernels.cpu.backend import CpuBackend
@@ -74,6 +76,10 @@ def test_written_checkpoint_equals_quantization_at_load(name: str, family: str, 
     for whole in (False, True):
         options = {"attention_backend": backend, "quantize_embedding": whole}
         assert ids_and_logprobs(tmp_path / "out", **options) == ids_and_logprobs(path, quantization=name, **options)
+
+
+def test_dtypes_of_safetensors_have_same_sizes_in_both_halves() -> None:
+    assert {name: dtype.itemsize for name, dtype in SAFETENSORS_DTYPES.items()} == DTYPE_BYTES
 
 
 def test_quantize_folder_rejects_unsupported_family(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import MIB, open_if_present
+from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 
 WEIGHTS_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIX = ".bin"
@@ -38,7 +39,6 @@ _BYTE_STORAGE_DTYPES = {
     "uint32": "U32",
     "uint64": "U64",
 }
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _CONSTANT_OPCODES = {"NONE": None, "NEWFALSE": False, "NEWTRUE": True}
 _EMPTY_CONTAINER_OPCODES: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_LIST": list}
 _TUPLE_OPCODES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -102,7 +102,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
     for name, (storage, storage_offset, shape) in tensors.items():
         if len(shape) > 16 or not all(isinstance(each, int) and 0 <= each <= 2**62 for each in shape):
             raise ValueError(f"{name[:200]} has no shape")
-        nbytes = 0 if (storage.key, storage_offset) in seen else math.prod(shape) * _DTYPE_BYTES.get(storage.dtype, 1)
+        nbytes = 0 if (storage.key, storage_offset) in seen else math.prod(shape) * DTYPE_BYTES.get(storage.dtype, 1)
         seen.add((storage.key, storage_offset))
         sizes[str(name)] = PickledTensor(storage.dtype, tuple(shape), nbytes)
     return sizes

@@ -20,7 +20,7 @@ from quire.engine.layers.schemes.floats import (
 from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
 from quire.engine.layers.schemes.mixed import LinearFormat
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -29,6 +29,9 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -52,7 +55,7 @@ def make_format_lookup(
         prefixed_names = takewhile(lambda name: name.startswith(prefix), islice(names, first, None))
         linear_headers = {name.removeprefix(prefix): headers[name] for name in prefixed_names}
         return {
-            name: TensorSpec(each.shape, _DTYPES.get(each.dtype, torch.float64))
+            name: TensorSpec(each.shape, SAFETENSORS_DTYPES.get(each.dtype, torch.float64))
             for name, each in linear_headers.items()
         }
 

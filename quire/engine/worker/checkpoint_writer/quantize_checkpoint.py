@@ -21,8 +21,9 @@ import torch
 from quire.engine.checkpoint.tensor_headers import INDEX_FILE, find_weight_files, read_file_headers, text_tensor_name
 from quire.engine.common.errors import ModelError, QuireError
 from quire.engine.common.folder_reader import read_json_if_present
+from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 from quire.engine.worker.checkpoint_writer.quantized_formats import QuantizedFormat, TensorLayout, make_quantized_format
-from quire.engine.worker.checkpoint_writer.safetensors_writer import DTYPE_BYTES, SafetensorsFileWriter
+from quire.engine.worker.checkpoint_writer.safetensors_writer import SafetensorsFileWriter
 from quire.engine.worker.checkpoint_writer.smoothquant import Smoothing, fit_smoothing
 from quire.engine.worker.loading.weight_loader import iter_file_tensors, require_shards
 from quire.kernels.backend import Backend

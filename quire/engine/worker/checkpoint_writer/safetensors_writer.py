@@ -10,10 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-DTYPE_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
-    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-}
+from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 
 
 class SafetensorsFileWriter:

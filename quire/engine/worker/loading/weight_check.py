@@ -19,6 +19,7 @@ from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
+from quire.engine.layers.schemes.formats import SAFETENSORS_DTYPES
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.stacked_experts import map_checkpoint_tensors
 from quire.engine.worker.loading.weight_loader import (
@@ -28,13 +29,6 @@ from quire.engine.worker.loading.weight_loader import (
     rename_tensors_to_table_names,
     require_shards,
 )
-
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +121,10 @@ def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] 
 def _read_meta_tensors(path: Path) -> TensorStream:
     require_shards(find_weight_files(path))
     for name, header in read_tensor_headers(path).items():
-        if header.dtype not in _DTYPES:
+        if header.dtype not in SAFETENSORS_DTYPES:
             raise ModelError(f"weights: {name} is stored as {header.dtype}, which is not served")
         if not is_unneeded_scale(name):
-            yield name, torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
+            yield name, torch.empty(header.shape, dtype=SAFETENSORS_DTYPES[header.dtype], device="meta")
 
 
 def _discard_tensor(tensor: torch.Tensor) -> None:
