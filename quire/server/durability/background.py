@@ -79,9 +79,6 @@ class Background:
         self._num_abandoned: Counter[str] = Counter()
         self.is_closing = False
 
-    def find_running(self, key: AnswerKey) -> RunningAnswer | None:
-        return self._running_answers.get(key)
-
     async def current_response(self, key: AnswerKey) -> bytes | None:
         """Return JSON; None if no process runs the answer."""
         if (holder := await self._find_other_holder(key)) is not None:
@@ -138,7 +135,7 @@ class Background:
         events: AsyncIterator[bytes],
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`on_end` is awaited last, even after a failure; until then `find_running` returns the answer."""
+        """`on_end` is awaited last, even after a failure; until then the answer counts as running."""
         self._running_answers[key] = running
         running.task = asyncio.create_task(self._run_answer(key, running, events, on_end))
 

@@ -196,17 +196,11 @@ def truncate_input_ids(body: InputBody, ids: list[int], model: ServedModel) -> l
 
 
 def tokenize_texts(
-    body: PoolingBody,
-    texts: Sequence[str],
-    model: ServedModel,
-    param: str = "input",
-    *,
-    add_special_tokens: bool | None = None,
+    body: PoolingBody, texts: Sequence[str], model: ServedModel, param: str = "input"
 ) -> list[list[int]]:
     check_num_inputs(len(texts), param)
     limit = input_truncation_limit(body, model)
-    if add_special_tokens is None:
-        add_special_tokens = body.add_special_tokens if isinstance(body, InputBody) else True
+    add_special_tokens = body.add_special_tokens if isinstance(body, InputBody) else True
     for text in texts:
         check_no_surrogates(text, param)
         if limit is None:

@@ -43,7 +43,7 @@ def read_all(path: Path) -> None:
 
 def read_sizes(path: Path) -> None:
     sizes = read_model_sizes(read_raw_config(str(path))[0])
-    assert sizes.kv_values_per_token + sizes.conv_values_per_token > 0
+    assert sum(each.paged_values_per_token for each in sizes.cache_specs) > 0
 
 
 def error_of(read: Callable[[Path], None], path: Path) -> str:

@@ -33,7 +33,7 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """Explains conv_values_per_token to users; "" if that is 0."""
+    """Values cached per token by convolutions, for users; "" if none."""
     gpu_error: str | None = None
     """See DecoderSpec."""
     quantized_kv_error: str | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnState, PagedState, SharedState, State
+from quire.engine.architecture.kv_cache_spec import MatrixState, PagedState, SharedState, State
 from quire.engine.checkpoint.config_reader import (
     checkpoint_dtype,
     explain_unsupported_family,
@@ -74,11 +74,6 @@ class ModelSizes(DecoderSizes):
     @property
     def kv_values_per_token(self) -> int:
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedState))
-
-    @property
-    def conv_values_per_token(self) -> int:
-        """Stored in the model's dtype."""
-        return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
         """Bytes per sequence outside blocks."""

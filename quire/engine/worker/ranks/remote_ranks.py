@@ -74,16 +74,14 @@ class RankAssignment(msgspec.Struct, frozen=True):
     adapter_folder: str
 
 
-def make_join_request(
-    config: EngineConfig, node: int, local_rank: int, pid: int = 0, host: str = "", reply: str = ""
-) -> JoinRequest:
-    """Raises ModelError."""
+def make_join_request(config: EngineConfig, node: int, local_rank: int, pid: int = 0) -> JoinRequest:
+    """Without `host` and `reply`. Raises ModelError."""
     path = resolve_model_with_overrides(config)
     model = repr(apply_context_settings(load_model_config(config, path), config))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), CpuBackend()
     computes = f"{kernels.isa if kernels.missing_reason is None else 'no kernels'}, PyTorch {torch.__version__}"
-    parts = (config.nnodes, config.tensor_parallel_size, node, local_rank, pid, host, reply)
-    return JoinRequest(VERSION, digest, computes, *parts)
+    parts = (config.nnodes, config.tensor_parallel_size, node, local_rank, pid)
+    return JoinRequest(VERSION, digest, computes, *parts, host="", reply="")
 
 
 def order_queue_name(rank: int) -> str:
