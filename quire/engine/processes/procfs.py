@@ -133,6 +133,16 @@ def is_stopped(pid: int) -> bool:
     return state(Path("/proc") / str(pid)) in ("T", "t")
 
 
+def exit_signal(pid: int) -> int | None:
+    """Returns the signal that ended a process whose parent has not reaped it yet; 0: none did. None: unknown."""
+    try:
+        return (
+            int((Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[49]) & 0x7F
+        )
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def oom_kills(root: Path = Path("/")) -> int | None:
     """Returns how many processes the kernel killed for lack of memory in our control group, or on the machine if the
     group reports none. None: unknown.

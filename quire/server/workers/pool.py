@@ -17,7 +17,7 @@ from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.frames import encode_frame, frame_pieces, receive_frame
-from quire.engine.processes.procfs import Standstill, WatchTimer
+from quire.engine.processes.procfs import Standstill, WatchTimer, exit_signal
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel, ServedModelSpec
@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 MAX_WAITING_JOBS = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
 STALLED = "The process that prepared the request hung and was stopped. Please try again"
+KILLED = "The process that prepared the request was killed. Please try again"
 CLEARED_API_KEYS: dict[str, object] = {
     "api_key": [],
     "api_key_file": None,
@@ -50,6 +51,14 @@ class _WorkerProcess:
     pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+
+class _WorkerKilled(Exception):
+    """From outside, as far as is known."""
+
+    def __init__(self, error: Exception) -> None:
+        """`error`: the request's, if it ends another worker too."""
+        self.error = error
 
 
 LaunchProcess = Callable[..., Child]
@@ -134,10 +143,16 @@ class WorkerPool:
         self._queue.add_job(claim)
         try:
             await self._wait_for_slot(claim)
-            worker = self._take_idle_worker() or await self._fork_or_claim_worker()
             job = WorkerJob(limits, tuple(self._adapters))
             message = [encode_frame(job), *frame_pieces([_pickle(work)]), *frame_pieces(pieces)]
-            result: Result = await self._run_on_worker(worker, message, limit_error)
+            result: Result
+            try:
+                result = await self._run_on_worker(await self._get_worker(), message, limit_error)
+            except _WorkerKilled:
+                try:
+                    result = await self._run_on_worker(await self._get_worker(), message, limit_error)
+                except _WorkerKilled as again:
+                    raise again.error from None
             return result
         finally:
             self._queue.end_job(claim)
@@ -185,7 +200,13 @@ class WorkerPool:
                 value = pickle.loads(await receive_frame(worker.reader))
                 is_reusable = result.is_reusable
         except (EOFError, ConnectionError):
-            raise self._shutdown_error or (Overloaded(STALLED) if watch.has_killed else limit_error) from None
+            if self._shutdown_error is not None:
+                raise self._shutdown_error from None
+            if watch.has_killed:
+                raise Overloaded(STALLED) from None
+            cause = exit_signal(worker.pid)  # limits end a worker by other signals, or it exits
+            error = Overloaded(KILLED) if cause == signal.SIGKILL else limit_error
+            raise _WorkerKilled(error) if cause in (signal.SIGKILL, None) else error from None
         finally:
             self._busy_workers.discard(worker)
             if is_reusable:
@@ -208,6 +229,9 @@ class WorkerPool:
         worker.writer.close()
         with suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGKILL)
+
+    async def _get_worker(self) -> _WorkerProcess:
+        return self._take_idle_worker() or await self._fork_or_claim_worker()
 
     def _take_idle_worker(self) -> _WorkerProcess | None:
         while self._idle_workers:

@@ -19,6 +19,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,7 +74,6 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole process group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the workers' exit statuses
     source = pickle.loads(_read_frame(configuration))
     assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
@@ -86,11 +86,19 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
             return
+        _reap_ended_workers()
         if os.fork() == 0:
             control.close()
             run_worker(socket.socket(fileno=descriptors[0]), model, adapters, source.config)
             os._exit(0)
         os.close(descriptors[0])
+
+
+def _reap_ended_workers() -> None:
+    """Not earlier, because the server reads from /proc what ended a worker."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from quire.engine.common.errors import ContextLengthExceeded, EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child
+from quire.engine.processes.procfs import state
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -62,7 +63,7 @@ async def run_limited(pool: WorkerPool, work: Any, given: bytes = b"", limits: J
 
 async def wait_for_exit(pid: int) -> None:
     async with asyncio.timeout(30):
-        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
+        while state(Path(f"/proc/{pid}")) not in ("Z", ""):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -120,6 +121,39 @@ async def test_stalled_worker_is_ended_and_busy_worker_finishes(monkeypatch: pyt
             with pytest.raises(Overloaded, match="hung and was stopped"):
                 await each
         assert not pool.num_busy
+
+
+async def kill_busy_worker(pool: WorkerPool) -> None:
+    while not pool._busy_workers:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (worker,) = pool._busy_workers
+    os.kill(worker.pid, signal.SIGKILL)
+    while worker in pool._busy_workers:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_job_of_killed_worker_runs_once_more() -> None:
+    async with open_pool() as pool, asyncio.timeout(60):
+        job = asyncio.create_task(run_limited(pool, works.busy, b"0.5"))
+        await kill_busy_worker(pool)
+        assert await job == "done"
+        job = asyncio.create_task(run_limited(pool, works.busy, b"0.5"))
+        await kill_busy_worker(pool)
+        await kill_busy_worker(pool)
+        with pytest.raises(Overloaded, match="was killed"):
+            await job
+
+
+async def test_job_runs_once_more_when_fork_server_is_killed_too() -> None:
+    """Then nobody keeps what ended the worker."""
+    async with open_pool(launch=Child) as pool, asyncio.timeout(60):
+        job = asyncio.create_task(run_limited(pool, works.busy, b"0.5"))
+        while not pool._busy_workers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert pool._fork_server is not None
+        pool._fork_server.kill()
+        await kill_busy_worker(pool)
+        assert await job == "done"
 
 
 async def test_stopped_fork_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
