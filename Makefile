@@ -1,6 +1,8 @@
 # `make serve` and `make test` set up all they need: a virtual environment, pinned packages, the CPU kernels. Serving needs
 # fewer packages than the tests do, and has only these.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# With the checkout on Python's path, a script beside a checkout named quire imports the package, not that folder.
+EDITABLE := --config-settings editable_mode=compat --editable
 
 PORT  ?=
 MODEL ?=
@@ -49,14 +51,14 @@ $(SERVES): pyproject.toml constraints.txt deploy/install_torch.py $(wildcard set
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
 	@$(BIN)/python quire/kernels/cpu/build.py & kernels=$$!; $(BIN)/python deploy/install_torch.py && \
-		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e . && wait $$kernels
+		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(EDITABLE) . && wait $$kernels
 	@$(COMPILED)
 	@touch $@
 
 # And what tests and linters need. A change of the kernels is no reason to install it again.
 $(READY): pyproject.toml constraints.txt | $(SERVES)
 	@echo 'Installing what the tests need'
-	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(EDITABLE) '.[dev]'
 	@$(COMPILED)
 	@touch $@
 

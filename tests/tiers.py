@@ -1,4 +1,4 @@
-"""The two tiers of tests, and shards of the second. CONTRIBUTING.md explains their use.
+"""The two tiers of tests, and shards of the second.
 
 `make test` runs tests not marked `slow`. `make test-all` runs the rest (`--rest`): tests marked `slow`, and every
 hypothesis test again with all its examples. With `@pytest.mark.few(n)`, n of a test's cases run in `make test`, spread

@@ -94,10 +94,10 @@ class Browser:
 
 
 @contextmanager
-def running_browser(profile: Path) -> Iterator[Browser]:
+def running_browser(profile: Path, *more_flags: str) -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+    for flag in (*FLAGS, *more_flags, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from tests.e2e.server import Server
@@ -134,6 +135,29 @@ def test_explain_dialog_shows_phases_of_running_request(page: Browser, patient: 
         page.click("#explain-json")
         page.until(lambda: page.one("#text-dialog").is_displayed())
         assert events[0][0]["id"] in str(page.one("#text-body").get_property("value"))
+        page.click("#text-dialog [data-close]")
+
+
+@pytest.mark.parametrize("by", ["click", "keyboard"])
+def test_explain_dialog_opens_at_its_top_when_block_is_chosen(page: Browser, patient: Server, by: str) -> None:
+    page.resize(1440, 420)  # too low for the whole dialog
+    with streams(patient, 1) as events:
+        page.until(lambda: all(events) and page.all("#requests tbody .name"))
+        answer_id = events[0][0]["id"]
+        block = patient.get(f"/v1/engine/requests/{answer_id}-0/blocks").json()["block_ids"][-1]
+        pages = page.one("#pages")
+        if by == "click":
+            square = 20  # CSS pixels, in a window of this width
+            row, column = divmod(block, pages.size["width"] // square)
+            x, y = (column + 0.4) * square - pages.size["width"] / 2, (row + 0.4) * square - pages.size["height"] / 2
+            ActionChains(page.driver).move_to_element_with_offset(pages, round(x), round(y)).click().perform()
+        else:
+            pages.send_keys(Keys.ARROW_RIGHT * (block + 1), Keys.ENTER)
+        page.until(lambda: page.one("#explain-dialog").is_displayed())
+        assert page.run("return document.getElementById('explain-dialog').scrollTop") == 0
+        assert page.one("#explain-dialog [data-close]").is_displayed()
+        page.click("#explain-json")
+        page.until(lambda: answer_id in str(page.one("#text-body").get_property("value")))
         page.click("#text-dialog [data-close]")
 
 

@@ -82,6 +82,15 @@ def test_playground_answers_equal_api_and_survive_reload(page: Browser, server: 
     assert page.all("#log .message") == []
 
 
+def test_rare_sampling_fields_unfold_while_one_is_set(page: Browser) -> None:
+    assert not page.all("#typical_p")[0].is_displayed()
+    page.click("#rare-fold summary")
+    page.fill("#typical_p", "0.5")
+    page.driver.refresh()
+    page.until(lambda: page.text("#model") != "")
+    assert page.one("#typical_p").get_property("value") == "0.5"
+
+
 def test_stop_button_ends_stream_and_aborts_request(browser: Browser, patient: Server) -> None:
     page = visited(browser, patient)
     page.click("#tools-fold summary")

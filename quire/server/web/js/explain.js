@@ -34,10 +34,11 @@ export async function explain(id, showText) {
     ...shown.map((sequence, index) => bar(sequence, told, shown.length > 1 ? `Choice ${index + 1}` : "")),
     more > 0 ? el("p", { class: "note" }, `and ${more} more`) : "",
     table(told),
-    ...facts(told).map((text) => el("p", {}, text)),
+    el("div", { class: "explained" }, facts(told).map((text) => el("p", {}, text))),
     ...prefixSheet(told, conversation),
   );
   $("explain-dialog").showModal();
+  $("explain-dialog").scrollTop = 0;
 }
 
 /** The parts of a sequence's time, as [phase, from, to] in ms since the request's arrival. */
@@ -86,21 +87,22 @@ function facts(told) {
       found.push(`${each.accepted_draft_tokens} of ${each.draft_tokens} guessed tokens were right.`);
     if (each.preemptions) found.push(`It was set aside ${times(each.preemptions)} for requests before it.`);
     if (each.replays) found.push(`Its engine ended ${times(each.replays)}; it went on with a new one.`);
-    found.push(company(each.batches, each.steps_not_listed));
+    found.push(companions(each.batches, each.steps_not_listed));
   }
   return found.filter(Boolean);
 }
 
-function company(batches, unlisted) {
+function companions(batches, unlisted) {
   if (!batches.length) return "";
   const steps = batches.reduce((sum, each) => sum + each.steps, 0);
   const alone = batches.filter((each) => !each.mates.length && !each.other_mates);
   const lonely = alone.reduce((sum, each) => sum + each.steps, 0);
   const most = Math.max(...batches.map((each) => each.mates.length + each.other_mates));
   const slowest = ms(Math.max(...batches.map((each) => each.slowest_step_ms)));
-  const shared = most ? `${lonely} alone, the others with up to ${most} more requests` : "all alone";
+  const company = `with up to ${most} more requests`;
+  const shared = !most ? ", all alone" : lonely ? `, ${lonely} alone, the others ${company}` : ` ${company}`;
   const others = unlisted ? `, and ${unlisted} more that were not noted` : "";
-  return `It took part in ${steps} steps, ${shared}; the slowest took ${slowest}${others}.`;
+  return `It took part in ${steps} steps${shared}; the slowest took ${slowest}${others}.`;
 }
 
 const times = (count) => (count === 1 ? "once" : `${count} times`);

@@ -11,19 +11,19 @@ const PARTS = [
   ["new", "new_tokens", "new"],
 ];
 
-/** Elements that show an explanation's prefix and the turns of its conversation; none where nothing is known. */
+/** Elements that show an explanation's prefix and the turns of its conversation; none where nothing is to be said. */
 export function prefixSheet(told, { data: turns }) {
   const own = told.sequences[0]?.prefix;
   if (!own) return [];
   const shown = turns.slice(-MOST_TURNS);
-  return [
-    el("h3", {}, "What the prefix cache had"),
+  const found = [
     turns.length > 1 ? legend() : null,
     turns.length > 1 ? table(shown, told.id) : null,
     turns.length > shown.length ? el("p", { class: "note" }, `${turns.length - shown.length} earlier turns`) : null,
     ...reasons(own).map((text) => el("p", { class: "reason" }, text)),
     difference(own.nearest),
   ].filter(Boolean);
+  return found.length ? [el("h3", {}, "What the prefix cache had"), ...found] : [];
 }
 
 function legend() {
@@ -35,7 +35,7 @@ function table(turns, id) {
   const most = Math.max(...turns.map((turn) => turn.prompt_tokens), 1);
   return el("table", { class: "prefix-turns" },
     el("thead", {}, el("tr", {}, ...["Turn", "Prompt", "Tokens", "Why not cached"].map((text) =>
-      el("th", { scope: "col" }, text)))),
+      el("th", { scope: "col", class: text === "Tokens" ? "num" : null }, text)))),
     el("tbody", {}, turns.map((turn) =>
       el("tr", { class: turn.id === id ? "this" : null },
         el("th", { scope: "row" }, String(turn.turn)), el("td", {}, bar(turn, most)),

@@ -44,10 +44,12 @@ export class Hues {
 const hue = (slot) => `oklch(var(--owner-light) 0.12 ${120 + ((80 + slot * 137.508) % 290)})`;
 
 export class BlockMap {
-  constructor(hues, onPick) {
+  /** `onPick(id or null)`: whose block is pointed at. `onOpen(id)`: whose block was clicked. */
+  constructor(hues, onPick, onOpen) {
     this.canvas = $("pages");
     this.hues = hues;
     this.onPick = onPick;
+    this.onOpen = onOpen;
     this.codes = new Uint16Array(0);
     this.shown = 0; // how many pages are drawn: the most that were ever in use, rounded up to a power of two
     this.requests = [];
@@ -65,6 +67,7 @@ export class BlockMap {
     new ResizeObserver(() => this.#layout()).observe(this.canvas.parentElement);
     this.canvas.addEventListener("pointermove", (event) => this.#point(this.#cellAt(event)));
     this.canvas.addEventListener("pointerleave", () => this.#point(null));
+    this.canvas.addEventListener("click", (event) => this.#open(this.#cellAt(event)));
     this.canvas.addEventListener("keydown", (event) => this.#key(event));
     this.canvas.addEventListener("blur", () => this.#point(null));
   }
@@ -215,6 +218,7 @@ export class BlockMap {
   }
 
   #key(event) {
+    if (event.key === "Enter") this.#open(this.cursor);
     const step = STEP[event.key];
     if (!step || !this.columns) return;
     event.preventDefault();
@@ -225,12 +229,22 @@ export class BlockMap {
   #point(cell) {
     if (cell === this.cursor) return;
     this.cursor = cell;
-    const code = cell === null ? 0 : this.#codeIn(cell);
-    const owner = code >= FIRST_OWNER && code < UNLISTED ? (this.requests[code - FIRST_OWNER]?.id ?? null) : null;
+    const owner = this.#ownerOf(cell);
     this.highlight = owner;
     this.onPick(owner);
     this.#draw(true);
     this.#tell();
+  }
+
+  #open(cell) {
+    const owner = this.#ownerOf(cell);
+    if (owner !== null) this.onOpen(owner);
+  }
+
+  /** The id of the request that alone holds a square's block, or null. */
+  #ownerOf(cell) {
+    const code = cell === null ? 0 : this.#codeIn(cell);
+    return code >= FIRST_OWNER && code < UNLISTED ? (this.requests[code - FIRST_OWNER]?.id ?? null) : null;
   }
 
   #codeIn(cell) {
@@ -244,7 +258,7 @@ export class BlockMap {
       const per = this.perCell > 1 ? `One square is ${this.perCell} blocks. ` : "";
       const rest = this.codes.length - this.shown;
       const more = rest ? `The other ${whole(rest)} blocks have been empty so far. ` : "";
-      say($("page-readout"), `${more}${per}Point at a block, or use the arrow keys, to see whose it is.`);
+      say($("page-readout"), `${more}${per}Point at a block, or use the arrow keys, to see whose it is; a click or Enter explains that request.`);
       return;
     }
     const first = this.cursor * this.perCell;

@@ -22,10 +22,10 @@ export class Dashboard {
   constructor(frame) {
     this.frame = frame;
     this.hues = new Hues();
-    this.map = new BlockMap(this.hues, (id) => this.requests.mark(id));
+    this.map = new BlockMap(this.hues, (id) => this.requests.mark(id), (id) => this.#explainRow(id));
     this.requests = new Requests(this.hues, {
       cancel: (id) => this.#cancel(id),
-      explain: (id) => this.#explain(id.replace(/-\d+$/, "")),
+      explain: (id) => this.#explainRow(id),
       point: (id) => this.map.emphasise(id),
       showTable: (id) => this.table.open(id),
     });
@@ -191,6 +191,11 @@ export class Dashboard {
   #live(text, kind) {
     say($("live"), text);
     $("live").className = `live ${kind}`;
+  }
+
+  /** `id`: an answer's id, a hyphen and the number of the choice. */
+  #explainRow(id) {
+    this.#explain(id.replace(/-\d+$/, ""));
   }
 
   #explain(id) {

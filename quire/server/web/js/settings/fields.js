@@ -6,6 +6,11 @@ import { NUMBERS } from "./sampling_fields.js";
 
 /** What a blank field stands for where no model decides. */
 const BLANK = { max_tokens: "no limit", seed: "random", presence_penalty: "0", frequency_penalty: "0" };
+const COMMON = [
+  "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
+  "frequency_penalty",
+];
+const isCommon = ([name]) => COMMON.includes(name);
 const JSON_FIELDS = [
   { name: "schema", label: "Its JSON schema; blank: any object", rows: 5, check: checkSchema, example: EXAMPLE_SCHEMA },
   { name: "tools", label: "Tools, a JSON list", rows: 5, check: checkTools, example: EXAMPLE_TOOLS },
@@ -49,7 +54,9 @@ export function buildFields(settings, changed) {
       el("input", { id: name, type: "checkbox", onchange: (event) => keep(name, event.target.checked) }), label);
   $("fields").append(
     labelled("Model", "model", el("select", { id: "model", onchange: (event) => keep("model", event.target.value) })),
-    el("div", { class: "pairs" }, NUMBERS.map(number)),
+    el("div", { class: "pairs" }, NUMBERS.filter(isCommon).map(number)),
+    el("details", { id: "rare-fold" }, el("summary", {}, "More sampling fields"),
+      el("div", { class: "pairs" }, NUMBERS.filter((field) => !isCommon(field)).map(number))),
     labelled("Stop strings, one a line", "stop", area("stop", 1, keep)),
     el("div", { class: "group" },
       check("logprobs", "Colour tokens by probability"),
@@ -72,6 +79,7 @@ export function showSettings(settings) {
   }
   for (const { name, check } of JSON_FIELDS) showCheck(name, check, settings[name]);
   if (settings.tools || settings.extra) $("tools-fold").open = true;
+  if (NUMBERS.some((field) => !isCommon(field) && settings[field[0]])) $("rare-fold").open = true;
   showSchemaField(settings);
 }
 
