@@ -76,7 +76,7 @@ def test_full_vocabulary_scores_equal_prompt_logprobs(dtype: str) -> None:
     assert first.view(torch.int32).tolist() == [bits(row) for row in prompt_logprobs]
     assert torch.equal(second, first[:8])
     llm.sleep()
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="asleep"):
         score(llm, ids)
     llm.close()
 

@@ -123,7 +123,7 @@ def test_sleep_and_wake_up_keep_weights_and_output(folder: Path, tmp_path: Path)
     llm.sleep()
     llm.sleep(level=2)
     assert llm.is_sleeping()
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="asleep"):
         generate_output(llm)
     llm.wake_up()
     llm.wake_up()
