@@ -1,7 +1,8 @@
 """Films the live view under load, for the README: `python -m tests.web.engine_picture [docs/engine.webp]`.
 
 Server, chats and page are real, and the film runs as fast as they did. Only the pointer is drawn, because a headless
-Chromium (Debian: chromium and chromium-driver) shows none. Other programs should rest meanwhile.
+Chromium (Debian: chromium and chromium-driver) shows none. Other programs should rest meanwhile: on a busy machine
+the page stands still for seconds.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Film:
             done = min(1.0, (time.monotonic() - began) / seconds)
             if to is not None:
                 eased = done * done * (3 - 2 * done)
-                self.pointer = tuple(a + (b - a) * eased for a, b in zip(start, to, strict=True))
+                self.pointer = (start[0] + (to[0] - start[0]) * eased, start[1] + (to[1] - start[1]) * eased)
                 self._mouse("mouseMoved")
             shot = self.page.driver.execute_cdp_cmd("Page.captureScreenshot", {"optimizeForSpeed": True})
             self.shots.append((time.monotonic(), shot["data"], self.pointer))
@@ -155,10 +156,10 @@ class Film:
         moments = [at for at, _ in kept] + [frames[-1][0] + last_seconds]
         durations = [round(1000 * (until - at)) for at, until in pairwise(moments)]
         first, *others = [image for _, image in kept]
-        options = {"lossless": True, "quality": 100, "method": 6, "minimize_size": True, "loop": 0}
+        options: dict[str, Any] = {"lossless": True, "quality": 100, "method": 6, "minimize_size": True, "loop": 0}
         first.save(path, save_all=True, append_images=others, duration=durations, **options)
         print(f"{path}: {path.stat().st_size:,} bytes, {len(kept)} frames in {sum(durations) / 1000:.1f} s")
-        print(f"the longest gap between two screenshots was {max(b[0] - a[0] for a, b in pairwise(frames)):.1f} s")
+        print(f"before its last frame the picture stands still for at most {max(durations[:-1]) / 1000:.1f} s")
 
 
 def draw_frame(data: str, pointer: tuple[float, float]) -> Image.Image:

@@ -12,6 +12,7 @@ const KINDS = [
   ["shared", "Shared"],
   ["owned", "Held by one request"],
 ];
+const HINT = "Point at a block, or use the arrow keys, to see whose it is; a click or Enter explains that request.";
 const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
@@ -258,7 +259,7 @@ export class BlockMap {
       const per = this.perCell > 1 ? `One square is ${this.perCell} blocks. ` : "";
       const rest = this.codes.length - this.shown;
       const more = rest ? `The other ${whole(rest)} blocks have been empty so far. ` : "";
-      say($("page-readout"), `${more}${per}Point at a block, or use the arrow keys, to see whose it is; a click or Enter explains that request.`);
+      say($("page-readout"), `${more}${per}${HINT}`);
       return;
     }
     const first = this.cursor * this.perCell;
