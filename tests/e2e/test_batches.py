@@ -60,8 +60,8 @@ def results(url: str, id: str) -> dict[str, Any]:
         time.sleep(0.1)
     assert batch["status"] == "completed"
     results_by_id: dict[str, Any] = {}
-    for name in ("output_file_id", "error_file_id"):
-        for each in httpx.get(f"{url}/v1/files/{batch[name]}/content").text.splitlines():
+    for file in filter(None, (batch["output_file_id"], batch["error_file_id"])):
+        for each in httpx.get(f"{url}/v1/files/{file}/content").text.splitlines():
             result = json.loads(each)
             assert result["custom_id"] not in results_by_id
             body = result["response"]["body"]

@@ -102,15 +102,6 @@ def test_second_signal_ends_draining_server_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_engine_does_not_outlive_killed_server(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log")
-    engine = server.engine_pid()
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(engine)
-
-
-@pytest.mark.slow
 def test_engine_hanging_with_gil_does_not_outlive_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV)
     engine = server.engine_pid()

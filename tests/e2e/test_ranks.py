@@ -157,25 +157,17 @@ async def test_answers_are_unchanged_when_ranks_are_killed(how: str, ranks: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["tensor", "pipeline"])
-@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "engine", "stopped", "starting"])
+@pytest.mark.parametrize("way", ["SIGTERM", "stopped", "starting"])
 def test_no_rank_outlives_server(way: str, how: str, started: Start) -> None:
     server, mark = started(2, how=how, wait=way != "starting")
     if way == "starting":
         wait_until(lambda: bool(ranks_of(mark)), "no rank was started")
         server.process.kill()
-    elif way == "engine":
-        (before,) = ranks_of(mark)
-        engine = server.engine_pid()
-        assert engine is not None
-        os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: server.healthy() and ranks_of(mark) not in ([], [before]), "no engine came after it")
-        assert len(ranks_of(mark)) == 1
-        server.stop()
     elif way == "stopped":
         os.kill(ranks_of(mark)[0], signal.SIGSTOP)
         server.process.kill()
     else:
-        server.process.send_signal(getattr(signal, way))
+        server.process.send_signal(signal.SIGTERM)
     server.process.wait(60)
     wait_until(lambda: marked(mark) == {}, f"{marked(mark)} are left")
 

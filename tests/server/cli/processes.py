@@ -24,6 +24,12 @@ def children(pid: int) -> list[int]:
     return [child for child, stat in stats.items() if stat is not None and stat[1] == pid and stat[0] != "Z"]
 
 
+def parent(pid: int) -> int | None:
+    """None if the process has ended."""
+    stat = _stat(pid)
+    return None if stat is None else stat[1]
+
+
 def descendants(pid: int) -> list[int]:
     """Children, their children, and so on."""
     return [each for child in children(pid) for each in (child, *descendants(child))]
