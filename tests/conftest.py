@@ -10,12 +10,17 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
-
-from tests.made_once import keep_in
 
 # As in engine/worker/startup.py: oneDNN reads this once, in tests possibly before an engine starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# OpenMP reads this when PyTorch loads it. Its threads spin otherwise, which takes twenty times the processor time when
+# tests share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+from tests.made_once import keep_in
 
 # Tiny models gain nothing from a second thread, and lose much when tests share the cores with their servers.
 torch.set_num_threads(1)

@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -35,6 +35,9 @@ from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class
 from tests.tiny_models import VOCAB
 from tests.tree import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # its import takes a second
 
 TRIED = ROOT / "quire" / "engine" / "checkpoint" / "transformers_classes" / "class_support.toml"
 TABLE = ROOT / "docs" / "reference" / "models-table.md"

@@ -9,11 +9,13 @@ over all and including the first; the others are slow.
 
 from __future__ import annotations
 
+import re
 import signal
 import tomllib
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,7 @@ import hypothesis
 import pytest
 
 SHARDS = Path(__file__).with_name("shards.toml")
+SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 _rest = False
 
 
@@ -45,6 +48,11 @@ def slow(*cases: Any) -> list[Any]:
     ]
 
 
+def in_turn(names: Iterable[Any], options: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Cases of two arguments whose code does not meet: each name with one option, each option with some names."""
+    return list(zip(names, cycle(options), strict=False))
+
+
 def pytest_sessionstart() -> None:
     # Hypothesis fails a case that takes 0.2 s and then calls it flaky; on a busy machine any case may take that long.
     hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
@@ -55,6 +63,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("quire")
     group.addoption("--rest", action="store_true", help="what `make test` leaves out, with all examples of properties")
     group.addoption("--shard", metavar="K/N", help="the K-th of N parts of what else was chosen")
+
+
+def leaves_out_slow(config: pytest.Config) -> bool:
+    """True in `make test`."""
+    return bool(config.getoption("markexpr") == "not slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not import files whose tests are all slow: that takes seconds."""
+    if collection_path.suffix != ".py" or not leaves_out_slow(config):
+        return None
+    return bool(SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> list[pytest.Item] | None:
+    """`make test` does not create the cases of slow tests, which it would only deselect."""
+    if not name.startswith("test") or not leaves_out_slow(collector.config):
+        return None
+    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
 
 
 @pytest.hookimpl(tryfirst=True)

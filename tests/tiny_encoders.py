@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tests.made_once import made_once
 from tests.tiny_models import VOCAB
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # its import takes a second
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,

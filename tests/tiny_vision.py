@@ -13,8 +13,6 @@ import torch
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, SmolVLMConfig
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tests.made_once import made_once
 from tests.texts import BYTES
@@ -83,8 +81,11 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
 
 
-def processor(path: Path) -> Idefics3Processor:
+def processor(path: Path) -> Any:
     """The processor of transformers, with its Pillow backend."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"), eos_token="<end_of_utterance>")
     images = Idefics3ImageProcessorPil(**PREPARING)
     return Idefics3Processor(images, tokenizer, image_seq_len=TILE_TOKENS, chat_template=TEMPLATE)

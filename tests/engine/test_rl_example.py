@@ -6,19 +6,26 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from examples.rl.grpo import by_model, parsed, reward_of, run
 from quire import LLM
 from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.tree import ROOT
+
+
+@pytest.fixture
+def grpo() -> Any:
+    """The example, whose import of transformers' models takes a second."""
+    return import_module("examples.rl.grpo")
 
 
 def import_path() -> str:
@@ -26,26 +33,26 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, sys.path)]))
 
 
-def test_reward_is_share_of_words() -> None:
-    assert reward_of("She saw the Sun. A bird sang") == 4 / 7
-    assert reward_of("") == 0
+def test_reward_is_share_of_words(grpo: Any) -> None:
+    assert grpo.reward_of("She saw the Sun. A bird sang") == 4 / 7
+    assert grpo.reward_of("") == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
-def test_grpo_steps_are_on_policy(trainer: str, tmp_path: Path) -> None:
+def test_grpo_steps_are_on_policy(trainer: str, grpo: Any, tmp_path: Path) -> None:
     few = ["--steps=4", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1", f"--curve={tmp_path / 'curve.csv'}"]
     if trainer == "deepspeed":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
         few.append("--deepspeed")
-    steps = run(parsed(few))
+    steps = grpo.run(grpo.parsed(few))
     assert [step.weights_version for step in steps] == ["1", "step-1", "step-2", "step-3"]
     assert max(step.mismatch for step in steps) < 1e-3, "old weights would be off by far more"
     assert len((tmp_path / "curve.csv").read_text().splitlines()) == 5
 
 
 @pytest.mark.slow
-def test_reward_model_scores_equal_transformers(tmp_path: Path) -> None:
+def test_reward_model_scores_equal_transformers(grpo: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = AutoConfig.from_pretrained(DEMO_MODEL, num_labels=1, num_hidden_layers=1, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).float().save_pretrained(tmp_path)
@@ -54,7 +61,7 @@ def test_reward_model_scores_equal_transformers(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
     starts, texts = ["Once upon a time", "One day"], [", a fox", " the sun sang"]
     judge = LLM(tmp_path, dtype="float32", kv_cache_memory=0.05, threads=1)
-    scores = by_model(judge)(starts, texts)
+    scores = grpo.by_model(judge)(starts, texts)
     judge.close()
     with torch.inference_mode():
         stories = [start + text for start, text in zip(starts, texts, strict=True)]
@@ -62,14 +69,14 @@ def test_reward_model_scores_equal_transformers(tmp_path: Path) -> None:
     assert scores == pytest.approx(expected, abs=1e-4)
     assert not all(0 <= each <= 1 for each in scores) or abs(scores[0] - scores[1]) > 1e-6
     few = ["--steps=2", "--prompts=2", "--answers=2", "--tokens=4", "--threads=1", f"--reward-model={tmp_path}"]
-    assert max(step.mismatch for step in run(parsed(few))) < 1e-3
+    assert max(step.mismatch for step in grpo.run(grpo.parsed(few))) < 1e-3
 
 
 @pytest.mark.slow
-def test_deepspeed_on_two_ranks_trains_like_one(tmp_path: Path) -> None:
+def test_deepspeed_on_two_ranks_trains_like_one(grpo: Any, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     few = ["--steps=3", "--prompts=2", "--answers=4", "--tokens=12", "--threads=1"]
-    alone = run(parsed(few))
+    alone = grpo.run(grpo.parsed(few))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "examples/rl/grpo.py"), "--deepspeed", *few]
     environment = {**os.environ, "PYTHONPATH": import_path()}

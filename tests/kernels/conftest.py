@@ -15,11 +15,13 @@ import torch
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.backend import CpuBackend
 from tests.kernels import trapped
+from tests.tiers import leaves_out_slow
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
-        metafunc.parametrize("cpu", _isas(), indirect=True)
+        isas = [each for each in _isas() if not (leaves_out_slow(metafunc.config) and pytest.mark.slow in each.marks)]
+        metafunc.parametrize("cpu", isas, indirect=True)
 
 
 @cache

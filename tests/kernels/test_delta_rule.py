@@ -7,8 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -42,6 +40,9 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     step = torch.nn.functional.softplus(a + rule.dt_bias.double()).view(1, len(numbers), rule.num_heads, -1)
     decay = rule.decay_rate.double()[:, None] * step
     values = v.view(1, len(numbers), rule.num_heads, rule.value_dim)
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
     of_kimi = len(rule.dt_bias) > rule.num_heads
     recurrent = recurrent_kimi_delta_attention if of_kimi else torch_recurrent_gated_delta_rule
     decay = decay if of_kimi else decay[..., 0]

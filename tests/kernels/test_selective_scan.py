@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.jamba.modeling_jamba import JambaRMSNorm
-from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.recurrent.selective_scan import SelectiveScan
@@ -43,11 +41,15 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     rate = rule.decay_rate.transpose(1, 2).reshape(channels, rule.key_dim)
     x, dt, b, c, z = (each.t()[None] for each in (x, dt, b, c, z))
     weights: dict[str, Any] = {"D": rule.skip.double(), "delta_bias": rule.dt_bias.double(), "delta_softplus": True}
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
     found: Tensor = mamba_selective_scan(x, dt, rate, b, c, z=z, **weights)
     return found[0].t()
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from transformers.models.jamba.modeling_jamba import JambaRMSNorm
+
     norm = JambaRMSNorm(len(weight), eps).double()
     norm.weight.data = weight.double()
     return norm(x).detach()

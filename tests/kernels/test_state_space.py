@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.recurrent.state_space import StateSpace
@@ -40,6 +38,9 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     x, b, c = xbc.split([rule.num_heads * rule.value_dim, keys, keys], dim=1)
     x, b, c = x.view(1, length, rule.num_heads, -1), *(each.view(1, length, rule.num_groups, -1) for each in (b, c))
     weights = {"D": rule.skip, "dt_bias": rule.dt_bias.double(), "dt_softplus": True, "dt_limit": rule.dt_limits}
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
     scanned = mamba2_chunk_scan(x, dt[None], rule.decay_rate, b, c, chunk_size=16, **weights)
     found = scanned.reshape(length, -1).double()
     if rule.norm_weight is None:

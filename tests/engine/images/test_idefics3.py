@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from quire.engine.common.errors import ModelError
 from quire.engine.encoders.vision.tower import normalize_pixels
@@ -30,14 +30,20 @@ def vision(path: Path, **preparing: object) -> Idefics3VisionSpec:
     return spec
 
 
+def processor_of_transformers(kind: str, **preparing: object) -> Any:
+    module = import_module(f"transformers.models.{kind.lower()}.image_processing_pil_{kind.lower()}")
+    return getattr(module, f"{kind}ImageProcessorPil")(**preparing)
+
+
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [SmolVLMImageProcessorPil, Idefics3ImageProcessorPil])
+@pytest.mark.parametrize("kind", ["SmolVLM", "Idefics3"])
 @pytest.mark.parametrize(("longest", "tile"), [(80, 40), (4 * 84, 84)])
 @pytest.mark.parametrize("splits", [True, False])
-def test_idefics3_tiles_equal_transformers(kind: type, longest: int, tile: int, splits: bool, tmp_path: Path) -> None:
+def test_idefics3_tiles_equal_transformers(kind: str, longest: int, tile: int, splits: bool, tmp_path: Path) -> None:
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
     spec = vision(tmp_path, **sizes, do_image_splitting=splits)
-    processor = kind(**{**PREPARING, **sizes, "do_image_splitting": splits}, return_row_col_info=True)
+    preparing = {**PREPARING, **sizes, "do_image_splitting": splits}
+    processor = processor_of_transformers(kind, **preparing, return_row_col_info=True)
     for width, height in SIZES:
         image = picture(width, width, height)
         layout = make_tile_layout(width, height, spec, may_split=spec.splits_images)
@@ -61,7 +67,7 @@ def test_idefics3_pixels_of_image_mode_equal_transformers(mode: str, tmp_path: P
     layout = make_tile_layout(60, 50, spec, may_split=True)
     tiles = layout.iter_resized_images(decode_upright(open_image(file.getvalue(), "image"), "image"))
     actual = np.stack([normalize_pixels(each, spec.normalization).numpy() for each in tiles])
-    processor = Idefics3ImageProcessorPil(**PREPARING)
+    processor = processor_of_transformers("Idefics3", **PREPARING)
     expected = processor(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
     assert actual.transpose(0, 3, 1, 2) == pytest.approx(expected, abs=1e-5)
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
-from transformers.image_processing_backends import TorchvisionBackend
 
 from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
@@ -70,7 +69,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def resize(self: Any, image: Tensor, size: Any, **_: Any) -> Tensor:
         return F.interpolate(image, (size.height, size.width), mode="bilinear", antialias=True)
 
-    monkeypatch.setattr(TorchvisionBackend, "resize", resize)
+    backends: Any = import_module("transformers.image_processing_backends")
+    monkeypatch.setattr(backends.TorchvisionBackend, "resize", resize)
     return import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl").Lfm2VlImageProcessor
 
 

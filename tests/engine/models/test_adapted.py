@@ -1,15 +1,16 @@
 """Models computed by transformers' own classes: when a class is chosen, what is rejected, and batch invariance."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from quire.engine.checkpoint.config_reader import explain_unsupported_family
 from quire.engine.checkpoint.model_resolver import read_model_config
@@ -18,14 +19,16 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.models.transformers_backend.interface import MaskFunction
-from quire.engine.models.transformers_backend.model_builder import build_model
-from quire.engine.models.transformers_backend.probe import probe_attention, window_from_mask
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
 from tests.quantized_models import Packer, float8, gptq, modelopt_nvfp4, quantize_checkpoint
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import VOCAB, save_tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from quire.engine.models.transformers_backend.interface import MaskFunction
 
 FLOATS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 COMPRESSED = {
@@ -282,6 +285,8 @@ def test_class_with_raw_pytorch_matmul_is_noted_batch_dependent(tmp_path: Path) 
 
 
 def test_probe_attention_finds_window_and_heads_per_layer(tmp_path: Path) -> None:
+    from quire.engine.models.transformers_backend.probe import probe_attention
+
     save_tiny_class(tmp_path, "gemma4_text")
     calls = probe_attention(model_at(tmp_path), 512)
     sliding, full = (24, 16, 2), (None, 32, 2)
@@ -290,6 +295,8 @@ def test_probe_attention_finds_window_and_heads_per_layer(tmp_path: Path) -> Non
 
 
 def test_model_sizes_of_mla_class_equal_probed_kv_values(tmp_path: Path) -> None:
+    from quire.engine.models.transformers_backend.probe import probe_attention
+
     save_tiny_class(tmp_path, "axk1")
     sizes = read_model_sizes(json.loads((tmp_path / "config.json").read_text()))
     calls = probe_attention(model_at(tmp_path), 512)
@@ -301,6 +308,8 @@ def test_model_sizes_of_mla_class_equal_probed_kv_values(tmp_path: Path) -> None
 
 
 def model_at(path: Path) -> PreTrainedModel:
+    from quire.engine.models.transformers_backend.model_builder import build_model
+
     return build_model(json.loads((path / "config.json").read_text()), torch.float32)
 
 
@@ -309,6 +318,8 @@ def causal_mask(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 
 
 def test_window_from_mask_returns_window_or_none() -> None:
+    from quire.engine.models.transformers_backend.probe import window_from_mask
+
     def windowed(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - 24)
 
@@ -327,5 +338,7 @@ def test_window_from_mask_returns_window_or_none() -> None:
     ids=["chunks", "both", "hole"],
 )
 def test_window_from_mask_rejects_other_masks(mask: MaskFunction) -> None:
+    from quire.engine.models.transformers_backend.probe import window_from_mask
+
     with pytest.raises(ModelError, match="neither causal nor a sliding window"):
         window_from_mask(mask, 512)

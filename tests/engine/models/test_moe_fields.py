@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig
@@ -63,6 +62,8 @@ def test_mxfp4_gpt_oss_logprobs_equal_transformers(backend: str, tmp_path: Path)
     packed, prompt = stack_mxfp4(folder, tmp_path / "packed"), prompts()[4]
     stored, dense = load_file(packed / "model.safetensors"), load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.experts.gate_up_proj"
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     numbers = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
     assert torch.equal(numbers, dense[name])
     requests = request("a", prompt, max_tokens=1, prompt_logprobs=0)

@@ -6,15 +6,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from quire.engine.offline.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import VOCAB, save_tiny_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # its import takes a second
 
 PROMPT = [5, 6, 7, 8, 9]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=0, ignore_eos=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TypicalLogitsWarper
+import transformers
 
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.worker.sampling.dry import make_dry_rule, penalize_repetitions
@@ -118,7 +118,7 @@ def test_typical_equals_paper_and_transformers(mass: float, temperature: float) 
     logits = noise(300)
     actual = kept_tokens(logits, typical_p=mass, temperature=temperature)
     assert set(actual) == typical_tokens(softmax(logits.double().numpy() / temperature), mass)
-    theirs = TypicalLogitsWarper(mass)(None, logits[None] / temperature)[0]
+    theirs = transformers.TypicalLogitsWarper(mass)(None, logits[None] / temperature)[0]
     assert actual == (theirs > -torch.inf).nonzero().flatten().tolist()
 
 

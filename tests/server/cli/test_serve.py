@@ -197,6 +197,7 @@ def test_second_ctrl_c_exits_immediately() -> None:
 @needs_proc
 def test_engine_process_gets_openmp_and_malloc_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    monkeypatch.delenv("OMP_WAIT_POLICY")  # tests/conftest.py sets it
     with serving() as (process, _, _):
         (engine,) = engines(process.pid)
         environment = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,10 @@ import httpx
 import pytest
 import tokenizers
 import torch
+import transformers
 from openai import AsyncOpenAI
 from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
@@ -48,10 +47,12 @@ def save_pair(path: Path, kind: str) -> Path:
     model: Any
     if kind == "clip":
         text = {**TEXT, "eos_token_id": END}
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32))
+        model = transformers.CLIPModel(
+            transformers.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)
+        )
     else:
         text = {**TEXT, "projection_size": 48}
-        model = SiglipModel(SiglipConfig(text_config=text, vision_config=VISION))
+        model = transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=VISION))
     for name, each in model.named_parameters():
         if each.ndim > 1:
             torch.nn.init.normal_(each, std=0.5 if "embedding" in name else 1.5 * each[0].numel() ** -0.5)
@@ -84,14 +85,15 @@ class Served:
     def theirs(self, text: str | None = None, seed: int = 0) -> Tensor:
         """Return transformers' embedding of a text, or of a picture."""
         clip = self.kind == "clip"
-        model: Any = (CLIPModel if clip else SiglipModel).from_pretrained(self.path, dtype=torch.float64)
+        model: Any = transformers.AutoModel.from_pretrained(self.path, dtype=torch.float64)
         with torch.inference_mode():
             if text is not None:
                 ids = [*text.encode(), END]
                 ids += [] if clip else [PAD] * (40 - len(ids))
                 output = model.get_text_features(input_ids=torch.tensor([ids]))
             else:
-                processor_class: Any = CLIPImageProcessorPil if clip else SiglipImageProcessorPil
+                processors = import_module(f"transformers.models.{self.kind}.image_processing_pil_{self.kind}")
+                processor_class = processors.CLIPImageProcessorPil if clip else processors.SiglipImageProcessorPil
                 pixels = processor_class(**PREPARING[self.kind])(images=[picture(seed, 70, 50)], return_tensors="pt")
                 output = model.get_image_features(pixel_values=pixels["pixel_values"].double())
         return torch.nn.functional.normalize(output.pooler_output[0], dim=0)
@@ -138,7 +140,7 @@ async def test_embeddings_reject_more_than_one_text_or_image(served: Served) -> 
 
 async def test_model_sizes_count_text_and_vision_parameters(served: Served) -> None:
     sizes = read_model_sizes(read_raw_config(str(served.path))[0])
-    model: Any = (CLIPModel if served.kind == "clip" else SiglipModel).from_pretrained(served.path)
+    model: Any = transformers.AutoModel.from_pretrained(served.path)
     vision = sum(each.numel() for name, each in model.named_parameters() if name.startswith(("vision", "visual")))
     assert sizes.tower_parameters == vision
     text = sum(each.numel() for name, each in model.named_parameters() if not name.startswith(("vision", "visual")))
