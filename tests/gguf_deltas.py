@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.gguf_models import TypeOf, add_tensor, gguf, write_bytes_tokenizer, write_shape
+from tests.gguf_models import TypeOf, add_tensor, gguf, write_bytes_tokenizer, write_files, write_shape
 
 ARCHS = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 _MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
@@ -56,11 +56,7 @@ def write_delta_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32")
     for stored, parts in experts.items():
         for part, back in zip(parts, add_tensor(writer, stored, torch.stack(parts), type_of(stored)), strict=True):
             part.copy_(back)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_files(writer, tensors, folder)
     return out
 
 

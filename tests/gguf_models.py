@@ -214,12 +214,17 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], size))
     tensors |= {name: torch.cat([tensors.pop(each) for each in parts]) for name, parts in halves.items()}
+    write_files(writer, tensors, folder)
+    return out
+
+
+def write_files(writer: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write the GGUF file, and into `folder` the numbers that it represents."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return out
 
 
 def add_tensor(writer: Any, stored: str, rows: Tensor, wanted: str) -> Tensor:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.gguf_models import TypeOf, add_tensor, gguf, permuted, stacked_experts, write_bytes_tokenizer
+from tests.gguf_models import TypeOf, add_tensor, gguf, permuted, stacked_experts, write_bytes_tokenizer, write_files
 
 ARCHS = {"falcon_mamba": "mamba", "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1"}
 _WHOLE = ("conv1d", "ffn_gate_inp", "ssm_a", "ssm_d", "ssm_norm", "ssm_dt")
@@ -53,11 +53,7 @@ def write_space_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32")
                 rows.copy_(add_tensor(writer, own, rows.float(), type_of(own)))
             continue
         _write(writer, names, name, tensor, config, type_of)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_files(writer, tensors, folder)
     return out
 
 

@@ -159,7 +159,12 @@ def commands() -> list[tuple[str, str]]:
 
 
 def runnable_commands() -> list[tuple[str, str]]:
-    return [(place, line) for place, line in commands() if not line.startswith(tuple(NOT_RUN))]
+    """Without comments. A command of several documents is here once."""
+    places: dict[str, str] = {}
+    for place, line in commands():
+        if not line.startswith(tuple(NOT_RUN)):
+            places.setdefault(line.partition("  #")[0].rstrip(), place)
+    return [(place, command) for command, place in places.items()]
 
 
 def snippets_in(language: str) -> list[Snippet]:
@@ -235,14 +240,14 @@ def test_python_snippets_run(snippet: Snippet, server: Server, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "line"), runnable_commands(), ids=lambda text: text.split("  #")[0])
+@pytest.mark.parametrize(("place", "line"), runnable_commands())
 def test_shell_commands_print_expected_output(place: str, line: str, server: Server, tmp_path: Path) -> None:
     (batch,) = [snippet.text for snippet in snippets() if snippet.text.startswith("{") and not snippet.language]
     assert json.loads(batch)["custom_id"]
     (tmp_path / "requests.jsonl").write_text(batch)
     (tmp_path / "TEXT").write_text("".join((ROOT / name).read_text(encoding="utf-8") for name in DOCS))
     python = shlex.quote(sys.executable)
-    command = with_replacements(line.split("  #")[0], server.url).replace("quire ", f"{python} -m quire ", 1)
+    command = with_replacements(line, server.url).replace("quire ", f"{python} -m quire ", 1)
     command = command.replace("python -m bench", f"{python} -m bench")
     command += f" --url {server.url}" if line.startswith("quire trace") else ""  # its default port is 8000
     serves = line.startswith("quire serve")

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import cycle
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import hypothesis
@@ -80,7 +80,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> list[pytest.Item] | None:
     """`make test` does not create the cases of slow tests, which it would only deselect."""
-    if not name.startswith("test") or not leaves_out_slow(collector.config):
+    if not isinstance(obj, FunctionType) or not name.startswith("test") or not leaves_out_slow(collector.config):
         return None
     return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
 

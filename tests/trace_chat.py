@@ -19,7 +19,6 @@ import httpx
 from tests.e2e.server import Server
 from tests.tree import ROOT
 
-_ROOMS = ("quire/server", "quire/engine", "quire/kernels")
 _IDLE_SECONDS = 3.0
 _TRACER = """
 import os, sys, threading, time

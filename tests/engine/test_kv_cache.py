@@ -20,6 +20,7 @@ from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.kv_quantization import KVScales
 from tests.engine.harness import Answer, request, run
 from tests.quantized_models import compressed_config, int8, quantize_checkpoint
+from tests.tiers import in_turn
 from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = CpuBackend().missing_reason
@@ -45,9 +46,12 @@ def prompts() -> list[list[int]]:
 @compiled
 @held
 @pytest.mark.parametrize(  # windows, caps, sinks, states, latents
-    "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"]
+    ("family", "dtype"),
+    [
+        *in_turn(["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"], ["float32", "bfloat16"]),
+        ("llama", "bfloat16"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_are_equal_alone_together_chunked_cached_and_preempted(
     dtype: str, family: str, kv: str, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ from tests.engine.tiers.test_engine import HOST, converse, disk
 from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
 from tests.quantized_models import compressed_config, float8, int8, quantize_checkpoint
+from tests.tiers import in_turn
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
 
@@ -97,10 +98,12 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h", "nemotron_h-latent"]
+    ("family", "dtype"),
+    in_turn(
+        ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h", "nemotron_h-latent"], ["bfloat16", "float32"]
+    ),
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_mtp_drafts_do_not_change_tokens(family: str, shape: dict[str, int], dtype: str, folder: Path) -> None:
     """Chunked, with prefix hits, after preemptions, and with states restored after rejected drafts."""
     path, options = model(folder, family), shape | {"dtype": dtype}

@@ -40,8 +40,7 @@ from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import run
 from tests.engine.nodes import Nodes, ThreadMember, gathering, member_config, nodes, told
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_ranks import BASE, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, assert_same
-from tests.quantized_models import quantize_checkpoint
+from tests.engine.test_ranks import BASE, QUANTIZED, SMALL, asked, asked_with_adapters, assert_same, quantized_model
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["nodes", "thread_ranks"]
@@ -93,11 +92,7 @@ def test_multi_node_quantized_weights_equal_single_process(
     """Without integer products: see test_ranks.py."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
-    path, settings = save_tiny_model(tmp_path / "model", "llama", **WIDE), {}
-    if way in QUANTIZED:
-        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
-    else:
-        settings = {"quantization": way}
+    path, settings = quantized_model(way, tmp_path)
     assert_same(run(engine(path, **nodes(str(path), 2), **settings), asked()), run(engine(path, **settings), asked()))
 
 

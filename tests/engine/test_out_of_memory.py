@@ -62,6 +62,7 @@ def comparable(answers: dict[str, Answer]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("max_tokens", [40, 17, 1])
 @pytest.mark.parametrize(
     "options",

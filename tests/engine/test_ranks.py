@@ -175,26 +175,32 @@ QUANTIZED: dict[str, Any] = {
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Each rank's part has whole quantization groups."""
+WAYS = [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"]
+"""Quantized checkpoints, GGUF files with two types, and quantization at load."""
+
+
+def quantized_model(way: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A model and the settings with which an engine serves it in this way."""
+    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
+    path = save_tiny_model(folder / "model", "llama", **wide)
+    if way in QUANTIZED:
+        return quantize_checkpoint(path, folder / "few", *QUANTIZED[way]), {}
+    if "-" in way:
+        kinds = way.split("-")
+        return write_gguf(path, folder / "model.gguf", lambda name: kinds["o_proj" in name or "down" in name]), {}
+    return path, {"quantization": way}
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("way", WAYS)
 def test_tensor_parallel_quantized_weights_equal_single_process(
     way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without integer products, which round x to 8 bits: there the last bit of a sum can change a code."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
     monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
-    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
-    path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
-    if way in QUANTIZED:
-        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
-    elif "-" in way:
-        kinds = way.split("-")
-        path = write_gguf(path, tmp_path / "model.gguf", lambda name: kinds["o_proj" in name or "down" in name])
-    else:
-        settings = {"quantization": way}
+    path, settings = quantized_model(way, tmp_path)
     assert_same(run(engine(path, ranks, **settings), asked()), run(engine(path, 1, **settings), asked()))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
@@ -32,23 +30,11 @@ from quire.engine.receipts.receipt import (
     truncate_weight_versions,
 )
 from tests.adapters import save_adapter
-from tests.tiny_models import save_tiny_model
+from tests.engine.test_weights import folders
 
+__all__ = ["folders"]
 PROMPT = [3 + 7 * index % 300 for index in range(40)]
-FILE = "model.safetensors"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of the same shape."""
-    first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama", max_position_embeddings=4096)
-    second = tmp_path_factory.mktemp("second")
-    shutil.copy(first / "config.json", second)
-    torch.manual_seed(5)
-    tensors = {name: each + torch.randn_like(each) * 0.1 * each.std() for name, each in load_file(first / FILE).items()}
-    save_file(tensors, second / FILE, metadata={"format": "pt"})
-    return first, second
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def answer(made: EngineCore) -> Answer:
     return run(made, [request("0", [3 + 7 * at % 300 for at in range(60)], max_tokens=20, logprobs=0)])["0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["quire", "transformers"])
 def test_longrope_factors_follow_max_model_len_not_memory(impl: str, path: Path) -> None:
     long, short = (answer(engine(path, model_impl=impl, max_model_len=most)) for most in (OLD + 16, OLD))

@@ -88,10 +88,17 @@ def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int
 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
-@pytest.mark.parametrize("family", [*SHAPES[:2], *slow(*SHAPES[2:])])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *((family, 2) for family in SHAPES),
+        *((family, 4) for family in ("llama", "gpt_oss", "deepseek_v2-lite", "qwen3_5", "mamba2")),
+    ],
+)
 def test_spmd_tokens_equal_single_process(family: str, ranks: int, tmp_path: Path) -> None:
-    """Chunked, after preemptions, with seeds, penalties, and log probabilities of answers and prompts."""
+    """Chunked, after preemptions, with seeds, penalties, and log probabilities of answers and prompts.
+    tests/engine/test_ranks.py has every family on four ranks, with compiled kernels.
+    """
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
@@ -132,7 +139,7 @@ def test_spmd_grammar_tokens_equal_single_process(monkeypatch: pytest.MonkeyPatc
     assert_same(run(engine(DEMO_MODEL, 2, **settings), requests), run(engine(DEMO_MODEL, 1, **settings), requests))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
 def test_spmd_quantized_weights_equal_single_process(way: str, tmp_path: Path) -> None:
@@ -473,17 +480,6 @@ def test_failed_rank_waits_until_error_is_read(tmp_path: Path) -> None:
         assert thread.is_alive()
     thread.join(10)
     assert codes == [0]
-
-
-@pytest.mark.usefixtures("thread_ranks")
-def test_ranks_end_when_engine_is_freed(tmp_path: Path) -> None:
-    made = engine(save_tiny_model(tmp_path, "llama"), 2)
-    assert isinstance(made.executor, SpmdRunner)
-    running = [process._thread for process in made.executor._ranks._processes]
-    assert all(each.is_alive() for each in running)
-    del made
-    free_engine_memory()
-    assert not any(each.is_alive() for each in running)
 
 
 class StuckProcess:

@@ -40,10 +40,20 @@ from quire.engine.worker.ranks.pipeline import LastStageRunner
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
+from tests.engine.test_ranks import (
+    MISSING,
+    SMALL,
+    WAYS,
+    WIDE,
+    asked,
+    asked_with_adapters,
+    one_thread,
+    prompts,
+    quantized_model,
+)
 from tests.engine.test_windows import FOUR
 from tests.gguf_models import write_gguf
-from tests.quantized_models import quantize_checkpoint
+from tests.tiers import in_turn
 from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import save_tiny_model
 
@@ -67,8 +77,7 @@ def comparable_answers(answers: dict[str, Answer]) -> dict[str, object]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(("family", "stages"), in_turn(SHAPES, [2, 3]))
 def test_pipeline_parallel_tokens_equal_single_process(family: str, stages: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     expected = comparable_answers(run(engine(path, 1, **SMALL), asked()))
@@ -81,17 +90,9 @@ def test_pipeline_parallel_tokens_equal_single_process(family: str, stages: int,
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("way", WAYS)
 def test_pipeline_parallel_quantized_weights_equal_single_process(way: str, tmp_path: Path) -> None:
-    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
-    path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
-    if way in QUANTIZED:
-        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
-    elif "-" in way:
-        kinds = way.split("-")
-        path = write_gguf(path, tmp_path / "model.gguf", lambda name: kinds["o_proj" in name or "down" in name])
-    else:
-        settings = {"quantization": way}
+    path, settings = quantized_model(way, tmp_path)
     one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
     assert comparable_answers(run(divided, asked())) == comparable_answers(run(one, asked()))
     assert (divided.info.weight_bytes, divided.info.quantization) == (one.info.weight_bytes, one.info.quantization)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import known
 from tests.engine.vectors import same, vectors
-from tests.tiers import slow
+from tests.tiers import in_turn, slow
 from tests.tiny_models import VOCAB, save_tiny_model
 
 BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
 LARGE = ["qwen3_5", "qwen3-next", "falcon_h1", "granite-hybrid", "nemotron_h-latent", "mamba2", "mamba", "jamba"]
 LARGE += ["zamba2", "zamba2-blocks", "kimi_linear"]
 """Families whose states are too large to be kept with every block."""
+RECURRENT = [*LARGE, "lfm2", "lfm3"]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 7},
@@ -79,8 +81,10 @@ preempts nothing.
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [*in_turn(RECURRENT, ["int8", "int4", "fp8"]), ("qwen3_5", "int4"), ("qwen3_5", "fp8")],
+)
 def test_recurrent_quantized_tokens_equal_requests_alone(family: str, quantization: str, tmp_path: Path) -> None:
     """Together, with prefix hits, chunked, preempted, from host memory, and with wrong drafts."""
     path, few = save_tiny_model(tmp_path, family, dtype=torch.bfloat16), {"quantization": quantization}
@@ -98,8 +102,7 @@ def test_recurrent_quantized_tokens_equal_requests_alone(family: str, quantizati
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [*LARGE, "lfm2", "lfm3"])
+@pytest.mark.parametrize(("family", "dtype"), [*in_turn(RECURRENT, ["float32", "bfloat16"]), ("qwen3_5", "bfloat16")])
 def test_replayed_request_resumes_same_tokens_with_states(family: str, dtype: str, tmp_path: Path) -> None:
     """After a crash another engine gets the request with the tokens that its caller has. Drafts are on, and prompts are
     chunked anew.
@@ -141,7 +144,7 @@ def save_model_with_tokenizer(folder: Path, family: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "lfm3", *slow(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
+    "family", ["qwen3_5", "lfm3", *slow(*(each for each in RECURRENT if each not in ("qwen3_5", "lfm3")))]
 )
 def test_grammar_forced_drafts_do_not_change_recurrent_tokens(family: str, tmp_path: Path) -> None:
     """States are restored after rejected drafts."""
@@ -234,9 +237,16 @@ async def test_state_snapshots_do_not_survive_sleep_or_new_weights(family: str, 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", ["last", "mean", "cls"])
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "nemotron_h-latent", "zamba2", "jamba"])
+@pytest.mark.parametrize(
+    ("family", "mode", "dtype"),
+    [
+        (family, mode, dtype)
+        for (family, mode), dtype in in_turn(
+            product(["qwen3_5", "falcon_h1", "nemotron_h-latent", "zamba2", "jamba"], ["last", "mean", "cls"]),
+            ["float32", "bfloat16"],
+        )
+    ],
+)
 def test_recurrent_vectors_do_not_depend_on_batch(family: str, mode: str, dtype: str, tmp_path: Path) -> None:
     path, options = save_tiny_model(tmp_path, family), {"pooling_type": mode, "dtype": dtype}
     plain = engine(path, **options, enable_prefix_caching=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
 from quire.kernels.gpu.prefill_decode_split import PrefillDecodeSplit
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
 
@@ -147,3 +148,34 @@ def error(got: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest expected value. NaN counts as infinite."""
     difference = (got.double() - expected.double()).abs().max() / expected.double().abs().max()
     return float(difference.nan_to_num(torch.inf))
+
+
+def assert_chunks_equal_whole(
+    backend: Backend, parts: list[Part], chunks: list[list[int]], seed: int, **rules: Any
+) -> None:
+    """Sequences in steps of `chunks`, in which each takes some tokens or none, and a last one of all that is left, must
+    equal each sequence computed alone and whole.
+    """
+    whole = [attend(backend, [part], **rules)[0] for part in parts]
+    lengths, done = [len(part.q) for part in parts], [0] * len(parts)
+    for sizes in [*chunks, lengths]:
+        ends = [min(length, begin + size) for length, begin, size in zip(lengths, done, sizes, strict=False)]
+        step = [(i, begin, end) for i, (begin, end) in enumerate(zip(done, ends, strict=True)) if begin < end]
+        if not step:
+            continue
+        outs = attend(backend, [parts[i].rows(b, e) for i, b, e in step], seed=seed + 1, **rules)
+        for (i, begin, end), out in zip(step, outs, strict=True):
+            assert torch.equal(out, whole[i][begin:end]), (i, begin, end)
+        done = ends
+    assert done == lengths
+
+
+def assert_rows_equal_whole(linear: Linear, x: Tensor) -> None:
+    """`x`: at least 400 rows. Single rows, some rows, and all with other numbers of threads give the same bits."""
+    whole = linear(x, NO_ADAPTERS)
+    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
+        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
+        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads  # few rows: panels may be split by rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.backend import CpuBackend
-from tests.kernels.ragged import attend, random_part
+from tests.kernels.ragged import assert_chunks_equal_whole, attend, random_part
 from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -100,19 +99,7 @@ def test_attention_bits_are_equal_in_random_chunked_batches(
         pytest.skip(cpu.missing_reason)
     generator = torch.Generator().manual_seed(seed)
     parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
-    rules: dict[str, Any] = {"window": window, "softcap": softcap, "chunked": chunked}
-    whole = [attend(cpu, [part], **rules)[0] for part in parts]
-    done = [0] * len(parts)
-    for sizes in [*chunks, [600] * 4]:
-        ends = [min(length, begin + size) for length, begin, size in zip(lengths, done, sizes, strict=False)]
-        step = [(i, begin, end) for i, (begin, end) in enumerate(zip(done, ends, strict=True)) if begin < end]
-        if not step:
-            continue
-        outs = attend(cpu, [parts[i].rows(b, e) for i, b, e in step], seed=seed + 1, **rules)
-        for (i, begin, end), out in zip(step, outs, strict=True):
-            assert torch.equal(out, whole[i][begin:end]), (i, begin, end)
-        done = ends
-    assert done == lengths
+    assert_chunks_equal_whole(cpu, parts, chunks, seed, window=window, softcap=softcap, chunked=chunked)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from quire.kernels.cpu import native_library
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.quantization.float8_linear import Float8Linear
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
+from tests.kernels.ragged import assert_rows_equal_whole
 from tests.tiers import examples
 
 _LIBRARIES = (
@@ -90,12 +91,7 @@ def test_float8_linear_row_bits_do_not_depend_on_batch(
 ) -> None:
     linear = packed(cpu, [made(320, 576, (1, inputs), generator)], dtype=torch.bfloat16)
     x = torch.randn((400, 576), generator=generator).bfloat16()
-    whole = linear(x, NO_ADAPTERS)
-    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
-        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
+    assert_rows_equal_whole(linear, x)
 
 
 def test_weights_with_different_scale_blocks_pack_into_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:

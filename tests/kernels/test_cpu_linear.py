@@ -10,7 +10,7 @@ from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.reference import ReferenceBackend
-from tests.kernels.ragged import error
+from tests.kernels.ragged import assert_rows_equal_whole, error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
 
@@ -78,13 +78,7 @@ def test_linear_row_bits_do_not_depend_on_batch_or_threads(
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
     linear = cpu.pack_linear(weight, bias)
     x = torch.randn((400, inner), generator=generator).to(dtype)
-    whole = linear(x, NO_ADAPTERS)
-    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
-        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
-        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads  # few rows: panels may be split by rows
+    assert_rows_equal_whole(linear, x)
 
 
 def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:

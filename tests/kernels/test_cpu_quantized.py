@@ -19,7 +19,7 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.linears.quantized_linear import CompiledQuantizedLinear
 from quire.kernels.quantized_tensors import GroupedWeight, NestedScales
 from quire.kernels.reference import ReferenceBackend
-from tests.kernels.ragged import error
+from tests.kernels.ragged import assert_rows_equal_whole, error
 from tests.tiers import examples
 
 SHAPES = [(64, 64, 64), (130, 192, 32), (65, 768, 16), (200, 256, 128), (17, 30, 30), (96, 576, 64), (1, 2, 2)]
@@ -186,13 +186,7 @@ def test_quantized_linear_row_bits_do_not_depend_on_batch(
 ) -> None:
     linear = packed(cpu, [made(outs, inner, group, bits=bits, generator=generator, offsets=bits == 4)])
     x = torch.randn((400, inner), generator=generator).bfloat16()
-    whole = linear(x, NO_ADAPTERS)
-    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
-        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
-        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads
+    assert_rows_equal_whole(linear, x)
 
 
 _LIBRARIES = (

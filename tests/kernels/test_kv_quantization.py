@@ -20,7 +20,7 @@ from quire.kernels.kv_quantization import (
 )
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
-from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
+from tests.kernels.ragged import Part, assert_chunks_equal_whole, attend, empty_cache, error, page, random_part
 from tests.tiers import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -181,21 +181,7 @@ def test_quantized_kv_attention_bits_are_equal_in_random_chunked_batches(
         pytest.skip(cpu.missing_reason)
     generator = torch.Generator().manual_seed(seed)
     parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
-
-    def run(some: list[Part], seed: int) -> list[Tensor]:
-        return attend(cpu, some, seed=seed, window=window, softcap=softcap, kv_dtype=kv_dtype)
-
-    whole = [run([part], 0)[0] for part in parts]
-    done = [0] * len(parts)
-    for sizes in [*chunks, [600] * 4]:
-        ends = [min(length, begin + size) for length, begin, size in zip(lengths, done, sizes, strict=False)]
-        step = [(i, begin, end) for i, (begin, end) in enumerate(zip(done, ends, strict=True)) if begin < end]
-        if not step:
-            continue
-        outs = run([parts[i].rows(b, e) for i, b, e in step], seed + 1)
-        for (i, begin, end), out in zip(step, outs, strict=True):
-            assert torch.equal(out, whole[i][begin:end]), (i, begin, end)
-        done = ends
+    assert_chunks_equal_whole(cpu, parts, chunks, seed, window=window, softcap=softcap, kv_dtype=kv_dtype)
 
 
 @codes

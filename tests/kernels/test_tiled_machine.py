@@ -92,10 +92,6 @@ def server(machine: Machine, log: Path, *flags: str, **environment: str) -> Iter
         started.process.wait()
 
 
-def completion_text(events: str) -> str:
-    return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', events))
-
-
 def test_resumed_stream_names_both_instruction_sets(machine: Machine, tmp_path: Path) -> None:
     """A stream that began with tiles and resumes without them names both sets in their order; one that stays names
     none.

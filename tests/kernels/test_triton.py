@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import slow
-
 HERE = Path(__file__).parent
 SHARED_MEMORY = 99 * 1024
 """Bytes of shared memory per thread block on a consumer GPU."""
@@ -54,16 +52,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-FILES = sorted((HERE / "triton").glob("test_*.py"))
-FEW = {"test_attention", "test_fused", "test_linear", "test_sampling"}
-"""Files that run with every change."""
-
-
-@pytest.mark.parametrize(
-    "path",
-    [each for path in FILES for each in ([path] if path.stem in FEW else slow(path))],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", sorted((HERE / "triton").glob("test_*.py")), ids=lambda path: path.stem)
 def test_triton_tests_pass_under_interpreter(path: Path) -> None:
     # The interpreter multiplies with numpy, whose OpenBLAS on some CPUs (AMD's Zen) sums a row in another order in
     # another number of rows. On this kind it does not.
@@ -107,7 +96,7 @@ def assert_norms_sum_alike(kernels: list[dict[str, Any]]) -> None:
     assert rounding == alone
 
 
-@pytest.mark.parametrize("capability", slow(*OTHERS))
+@pytest.mark.parametrize("capability", OTHERS)
 def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
     """The kernels must fit into the shared memory of the smallest GPU."""
     *kernels, last = [json.loads(line) for line in compiled[capability].result().splitlines()]
@@ -119,7 +108,6 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
     assert_norms_sum_alike(kernels)
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_h100(compiled: dict[int, Future[str]]) -> None:
     """The kernels spill almost nothing, fit into shared memory, use tensor cores and asynchronous copies, and compile
     once.

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from quire.kernels.cpu import build, native_library
+from tests.made_once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 AMX, BASE = "avx512_amx", "avx512_bf16"
@@ -87,12 +88,16 @@ def _load(library: Path) -> native_library.NativeLibrary:
 
 
 def _build(isa: str, folder: str, *flags: str) -> Path:
-    command, target = build.find_compiler(), Path(_folder().name, folder)
+    """A library compiled with more flags, once for all processes of a run: it takes a minute."""
+    command = build.find_compiler()
     assert command is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.ISA_FLAGS, isa, [*build.ISA_FLAGS[isa], *flags])
-        assert build.build_libraries_returning_errors(command, [isa], target) == {}
-    return target / f"{isa}.so"
+
+    def make(target: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(build.ISA_FLAGS, isa, [*build.ISA_FLAGS[isa], *flags])
+            assert build.build_libraries_returning_errors(command, [isa], target) == {}
+
+    return made_once(Path(_folder().name, folder), make, "kernels", isa, flags) / f"{isa}.so"
 
 
 @cache

@@ -319,18 +319,6 @@ def few_bits_elsewhere(parts: list[weight_packing.PackedWeight]) -> None:
         quantized_linear.look_up_rows(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
 
 
-def decodes_of_few_bits() -> None:
-    """The products of up to 16 rows alone."""
-    for part in weights_of_few_bits():
-        quantized_linear.multiply_unrounded(
-            part,
-            x := torch.empty((1, part.in_features), dtype=torch.bfloat16),
-            None,
-            x.new_empty((1, part.out_features)),
-            fixed=False,
-        )
-
-
 def adapters(rows: int) -> None:
     """Llama's qkv and down projections, and a head."""
     shapes = ((4096, (4096, 1024, 1024), False), (14_336, (4096,), False), (4096, (128_256,), True))

@@ -78,8 +78,10 @@ def test_recurrence_prefill_matches_float64(device: torch.device, kind: str, dty
 )
 def test_recurrence_bits_do_not_depend_on_chunking(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)
-    for seed in range(3):
-        cut_at_random(TritonBackend(deterministic=True), shape, dtype, seed, device, most=50)
+    # The interpreter, which is slow, takes shorter sequences: some with three drafts, some with none.
+    seeds, most = (range(3), 50) if device.type == "cuda" else ((0, 2), 30)
+    for seed in seeds:
+        cut_at_random(TritonBackend(deterministic=True), shape, dtype, seed, device, most=most)
 
 
 def test_recurrence_leaves_unused_slots_unchanged(device: torch.device) -> None:
