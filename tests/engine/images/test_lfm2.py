@@ -61,6 +61,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    backends: Any = import_module("transformers.image_processing_backends")
     for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
         monkeypatch.setitem(sys.modules, f"torchvision{name}", ModuleType(f"torchvision{name}"))
     v2: Any = sys.modules["torchvision.transforms.v2"]
@@ -69,7 +70,6 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def resize(self: Any, image: Tensor, size: Any, **_: Any) -> Tensor:
         return F.interpolate(image, (size.height, size.width), mode="bilinear", antialias=True)
 
-    backends: Any = import_module("transformers.image_processing_backends")
     monkeypatch.setattr(backends.TorchvisionBackend, "resize", resize)
     return import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl").Lfm2VlImageProcessor
 
