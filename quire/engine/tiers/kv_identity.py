@@ -11,6 +11,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -67,7 +68,9 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
     return blake2b(sample + raw.encode(), digest_size=12).hexdigest()
 
 
+@cache
 def code_hash() -> bytes:
+    """Computed once per process, which keeps running the code that it loaded."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
