@@ -38,12 +38,12 @@ def warm_up_runner(
         pass
     decodes = runner.decode_graphs
     prompts = runner.mixed_batch_graphs
-    guesses = None if drafter is None else drafter.graphs
+    drafts = None if drafter is None else drafter.graphs
     counts = [f"{decodes.capture_progress} decode graphs"]
     if prompts is not None and prompts.graph_set.graphs:
         counts.append(f"{len(prompts.graph_set.graphs)} of steps with prompts")
-    if guesses is not None:
-        counts.append(f"{guesses.capture_progress} of guesses")
+    if drafts is not None:
+        counts.append(f"{drafts.capture_progress} of drafts")
     summary = ", and ".join(counts) + "," * (len(counts) > 1) + f" captured in {clock() - began:.1f} s"
     if on_gpu:
         summary += f"; they take {(free - torch.cuda.mem_get_info(runner.model.device)[0]) / 2**20:.0f} MiB"
@@ -55,7 +55,7 @@ def warm_up_runner(
     if prompts is not None:
         notes += prompts.graph_set.failure_notes("steps with prompts of {} tokens")
         notes += prompts.draft_head_graphs.failure_notes("heads beside prompts of {} tokens")
-    return notes + ([] if guesses is None else guesses.graph_set.failure_notes("draft verification of {} rows"))
+    return notes + ([] if drafts is None else drafts.graph_set.failure_notes("drafts of {} rows"))
 
 
 def precompile_kernels(

@@ -45,7 +45,6 @@ from tests.engine.test_speculation import always
 from tests.kernels.fake_capture import FakeCapture, Refusing
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.kernels.installed import install_flash
-from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
 from tests.vision_families import save_family
@@ -164,7 +163,7 @@ def test_decode_graphs_read_block_tables_of_every_kv_cache_group(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", *slow("qwen2_5_vl", "mistral3")])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen2_5_vl", "mistral3"])
 def test_decode_graphs_after_images_equal_eager_steps(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -324,9 +323,7 @@ def few() -> list[EngineCoreRequest]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize(
-    ("method", "idle"), [("eagle3", False), ("mtp", False), *slow(("medusa", False), ("eagle", True))]
-)
+@pytest.mark.parametrize(("method", "idle"), [("eagle3", False), ("mtp", False), ("medusa", False), ("eagle", True)])
 def test_draft_head_graphs_equal_eager_drafts(
     method: str, idle: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -382,9 +379,9 @@ def test_draft_heads_run_eager_after_failed_capture(monkeypatch: pytest.MonkeyPa
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
     assert (picked(run(engine, few())), recorded.guesses) == expected
     reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
-    whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")
+    whose = ("heads beside 1, 2, 4 rows", "drafts of 1, 2, 4 rows")
     assert engine.info.notes[-2:] == [f"{each} run without graphs: {reason}" for each in whose]
-    assert engine.info.notes[-3].startswith("9 of 9 decode graphs, and 0 of 9 of guesses, captured in")
+    assert engine.info.notes[-3].startswith("9 of 9 decode graphs, and 0 of 9 of drafts, captured in")
     assert not engine.run_next_warmup(), "nothing is tried again"
 
 
