@@ -165,17 +165,23 @@ def test_plan_of_published_model_equals_known_sizes(
     assert plan["fits"]
 
 
+STARTED = ("deepseek-coder-1.3b", "Llama-3.2-1B", "SmolLM2-135M", "Mistral-7B-v0.1", "Mixtral-8x7B-v0.1")
+STARTED += ("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen3-0.6B", "Qwen3-30B-A3B", "gemma-2-2b", "Phi-3-mini-4k")
+"""The others have the families, the heads and the kinds of RoPE of these, and multiples of their widths."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [each for each in MODELS if each.name in STARTED], ids=lambda model: model.name)
 def test_two_layers_of_published_model_generate_with_dummy_weights(model: Published, tmp_path: Path) -> None:
     """Two layers, 8 experts if the model is a MoE, and a small vocabulary; all other sizes are the model's own."""
     overrides = {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": None}
     overrides |= {"num_experts": 8} if "num_experts" in model.config else {}
     (tmp_path / "config.json").write_text(json.dumps(model.config | overrides))
-    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", max_model_len=256, num_kv_blocks=64)
+    options = {"max_model_len": 256, "num_kv_blocks": 64, "max_num_batched_tokens": 16}
+    engine = EngineCore(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", **options))
     prompts = [[3 + (7 * i + j * j) % 509 for j in range(length)] for i, length in enumerate((5, 40))]
-    engine = EngineCore(config.model_copy(update={"max_num_batched_tokens": 16}))
     together = run(engine, [request(str(i), prompt, max_tokens=6) for i, prompt in enumerate(prompts)])
-    alone = run(EngineCore(config), [request("1", prompts[1], max_tokens=6)])
+    engine.reset_prefix_cache()
+    alone = run(engine, [request("1", prompts[1], max_tokens=6)])
     assert len(together["0"].ids) == len(together["1"].ids) == 6
     assert together["1"].ids == alone["1"].ids

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import ExclusiveClient
+from quire.engine.client.messages import Submit, decode_to_engine
 from quire.engine.client.output_stream import merge
 from quire.engine.client.process_client import ProcessClient
 from quire.engine.client.request_history import StepEntry
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import SamplingParams
-from quire.engine.common.types import EngineCoreOutput
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.offline.in_process_client import InProcessClient
+from quire.engine.processes.utility_calls import encode
 from tests.engine.harness import request
+from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 
@@ -53,8 +57,9 @@ async def test_in_process_and_process_clients_return_equal_tokens(model: Path) -
     await in_child.engine_core.stop()
 
 
-async def test_closing_stream_frees_kv_blocks(model: Path) -> None:
-    client = EngineClient(ProcessClient(config(model)))
+@pytest.mark.parametrize("make_core", [InProcessClient, *slow(ProcessClient)])
+async def test_closing_stream_frees_kv_blocks(make_core: type[ExclusiveClient], model: Path) -> None:
+    client = EngineClient(make_core(config(model)))
     await client.engine_core.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
     outputs = await anext(stream)
@@ -85,10 +90,7 @@ class SignallingLink(ProcessClient):
             self.signal_number = 0
 
 
-OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, *OTHERS])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *slow(signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM)])
 async def test_stream_survives_signal_to_engine_process(model: Path, number: int) -> None:
     settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
     link = SignallingLink(settings)
@@ -150,13 +152,8 @@ def test_merge_keeps_all_output_fields() -> None:
 
 
 def test_submit_message_round_trips() -> None:
-    from quire.engine.client.messages import Submit, decode_to_engine
-    from quire.engine.processes.utility_calls import encode
-
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
     message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])
     assert decode_to_engine(encode(message)) == message
-    from quire.engine.common.types import EngineCoreRequest
-
     single_message = Submit([EngineCoreRequest(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
     assert decode_to_engine(encode(single_message)) == single_message

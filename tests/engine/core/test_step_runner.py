@@ -320,7 +320,7 @@ def requests() -> list[EngineCoreRequest]:
         {"temperature": 0.9, "bad_words_ids": ((11, 12), (30,)), "min_tokens": 5},
         {"temperature": 1.0, "ignore_eos": False, "top_k": 5},
     ]
-    for index in range(27):
+    for index in range(2 * len(kinds)):
         prompt = [rng.randrange(3, 300) for _ in range(rng.choice([1, 5, 40, 90]))]
         engine_requests.append(request(str(index), prompt, seed=index, max_tokens=24, **kinds[index % len(kinds)]))
     return engine_requests

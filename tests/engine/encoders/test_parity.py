@@ -29,17 +29,17 @@ def start(path: Path, **options: object) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **options))
 
 
-def hidden_states(path: Path, prompt: list[int]) -> torch.Tensor:
+def hidden_states(path: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
-        return model(torch.tensor([prompt])).last_hidden_state[0]
+        return [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoder_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family)
-    states = [hidden_states(path, prompt) for prompt in prompts()]
+    states = hidden_states(path, prompts())
     for mode, expected in (("mean", [each.mean(0) for each in states]), ("cls", [each[0] for each in states])):
         write_modules(path, pooling_module(64, mode), NORMALIZE)
         for backend in BACKENDS:
@@ -61,10 +61,10 @@ def test_embedding_does_not_depend_on_batch(family: str, dtype: str, tmp_path: P
         engine = start(path, attention_backend=backend, dtype=dtype)
         alone = [vectors(engine, [prompt])[0] for prompt in prompts()]
         assert same(vectors(engine, prompts()), alone), "all in one step"
-        assert same(vectors(engine, prompts() * 5), alone * 5), "several of each"
+        assert same(vectors(engine, prompts() * 2), alone * 2), "several of each"
         few = start(path, attention_backend=backend, dtype=dtype, max_num_seqs=2, max_num_batched_tokens=64)
         assert same(vectors(few, prompts()), alone), "two at a time"
-        assert engine.engine_stats.prefix_queries == engine.engine_stats.prefix_hits + sum(LENGTHS) * 7
+        assert engine.engine_stats.prefix_queries == engine.engine_stats.prefix_hits + sum(LENGTHS) * 4
 
 
 @pytest.mark.few(1)
@@ -113,7 +113,7 @@ def test_encoder_max_model_len_fits_position_table(family: str, longest: int, tm
     engine = start(path)
     assert engine.info.max_model_len == longest
     (vector,) = vectors(engine, [[5] * longest], PoolingParams(activation=False))
-    assert vector == pytest.approx(hidden_states(path, [5] * longest).mean(0).numpy(), abs=1e-4)
+    assert vector == pytest.approx(hidden_states(path, [[5] * longest])[0].mean(0).numpy(), abs=1e-4)
     with pytest.raises(ConfigError, match=f"{longest + 1} exceeds the model's {longest} positions"):
         start(path, max_model_len=longest + 1)
     (path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')

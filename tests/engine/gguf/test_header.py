@@ -19,7 +19,6 @@ from quire.engine.gguf.header import read_header
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf, write_gguf
-from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 
@@ -106,7 +105,7 @@ def read_everything(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1000, *slow(9000)])
+@pytest.mark.parametrize("count", [1000, 3000])
 def test_fuzzed_gguf_header_neither_crashes_nor_fills_memory(count: int, model: Path, tmp_path: Path) -> None:
     """Bytes, lengths and ends of a real header are changed at random: it is read, or rejected in one line."""
     generator, whole = random.Random(count), bytearray(model.read_bytes())

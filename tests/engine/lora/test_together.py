@@ -124,8 +124,9 @@ def test_lora_on_quantized_model_does_not_depend_on_batch(
     """Also close to float32; requests without an adapter get the tokens of an engine without LoRA."""
     all_requests = requests(adapters)
     together, exact = run(engine(model, **options), all_requests), run(engine(model), all_requests)
+    single = engine(model, enable_prefix_caching=False, **options)
     for request in all_requests:
-        alone = run(engine(model, **options), [request])[request.id]
+        alone = run(single, [request])[request.id]
         assert (together[request.id].ids, together[request.id].logprobs) == (alone.ids, alone.logprobs)
         first = [answers[request.id].logprobs[0] for answers in (together, exact)]
         exact_logprobs = dict(first[1].top)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,14 @@ def spool(root: Path, serving: Any) -> AdapterStore:
 def test_lora_on_transformers_class_equals_merged_weights(kind: str, tmp_path: Path) -> None:
     """Bitwise equal in a batch with other adapters and with none, alone, in chunks, and after cached prefixes."""
     path = save_model(tmp_path / "model", kind)
-    folders = [
-        save_adapter(tmp_path / f"a{rank}", load_float64_model(path), rank, targets=LINEARS[kind], seed=rank)
-        for rank in (3, 16)
-    ]
+    base = load_float64_model(path)
+    folders = [save_adapter(tmp_path / f"a{rank}", base, rank, targets=LINEARS[kind], seed=rank) for rank in (3, 16)]
     serving = engine(path)
     store = spool(tmp_path / "spool", serving)
     adapters = [None, *(store.add_adapter(folder.name, str(folder)) for folder in folders)]
     requests = [asked(f"r{i}", prompt, adapters[i % 3]) for i, prompt in enumerate(prompts(6))]
     together = run(serving, requests)
-    models = [load_float64_model(path), *(merge(load_float64_model(path), folder) for folder in folders)]
+    models = [base, *(merge(deepcopy(base), folder) for folder in folders)]
     for i, request in enumerate(requests):
         if kind != "roberta":  # roberta's positions begin after its padding
             check(models[i % 3], request.prompt_ids, together[request.id])

@@ -28,11 +28,11 @@ def prompts() -> list[list[int]]:
     return distinct + [common + each for each in distinct[:3]]
 
 
-def pooled_hidden_state(path: Path, prompt: list[int], mode: str) -> np.ndarray:
+def pooled_hidden_states(path: Path, prompts: list[list[int]], mode: str) -> list[np.ndarray]:
     model = AutoModel.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
-        hidden = model(torch.tensor([prompt])).last_hidden_state[0]
-    return {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[mode].numpy()
+        states = [model(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in prompts]
+    return [{"last": each[-1], "mean": each.mean(0), "cls": each[0]}[mode] for each in states]
 
 
 def normalized(vector: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ def start(path: Path, **options: object) -> EngineCore:
 def test_decoder_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     write_modules(path, pooling_module(64, mode), NORMALIZE)
-    expected = [normalized(pooled_hidden_state(path, prompt, mode)) for prompt in prompts()]
+    expected = [normalized(each) for each in pooled_hidden_states(path, prompts(), mode)]
     for backend in ("cpu", "reference"):
         engine = start(path, attention_backend=backend)
         assert engine.info.tasks == ("generate", "embed")
@@ -104,7 +104,7 @@ def test_pooling_requests_do_not_change_generated_tokens(tmp_path: Path) -> None
 def test_embedding_dimensions_are_truncated_before_normalization(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     engine, prompt = start(path), prompts()[4]
-    raw = pooled_hidden_state(path, prompt, "last")
+    (raw,) = pooled_hidden_states(path, [prompt], "last")
     params = [
         PoolingParams(dimensions=10),
         PoolingParams(dimensions=10, activation=False),
@@ -128,9 +128,9 @@ def test_dense_module_is_applied_after_pooling(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     weight, bias = torch.randn(24, 64, generator=generator) / 8, torch.randn(24, generator=generator)
     save_file({"linear.weight": weight, "linear.bias": bias}, path / "2_Dense" / "model.safetensors")
-    actual = vectors(start(path), prompts())
-    for prompt, vector in zip(prompts(), actual, strict=True):
-        expected = np.tanh(weight.numpy() @ pooled_hidden_state(path, prompt, "mean") + bias.numpy())
+    states = pooled_hidden_states(path, prompts(), "mean")
+    for state, vector in zip(states, vectors(start(path), prompts()), strict=True):
+        expected = np.tanh(weight.numpy() @ state + bias.numpy())
         assert vector == pytest.approx(expected, abs=1e-4), "not scaled: there is no Normalize module"
 
 

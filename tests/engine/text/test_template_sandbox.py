@@ -22,7 +22,7 @@ DOUBLED = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n
 
 
 TWICE = "{% set n = namespace(x=['a' * 9999]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
-OFTEN = "{% set many = [] %}{% for i in range(9999) %}{% set _ = many.append('a' * 99999) %}{% endfor %}"
+OFTEN = "{% set many = [] %}{% for i in range(9999) %}{% set _ = many.append('a' * 9999) %}{% endfor %}"
 
 
 @pytest.mark.few(2)

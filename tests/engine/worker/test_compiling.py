@@ -35,7 +35,6 @@ from tests.engine.harness import request, run
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import always
 from tests.engine.worker.test_never_waits import KINDS, Agreeing, QuietRanks, capture
-from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
 
@@ -135,16 +134,23 @@ def start(
 
 
 @pytest.mark.slow
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("gpt_oss", {}),
         ("llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
-        *slow(("llama", {"deterministic": True}), ("gemma2", {}), ("qwen3-moe", {"quantization": "int8"})),
-        *slow(("llama", {"quantization": "int8"}), ("llama", {"quantization": "fp8"})),
-        *slow(("lfm2", {}), ("llama", {"enable_lora": True}), ("qwen3_5", {}), ("falcon_h1", {}), ("jamba", {})),
-        *slow(("deepseek_v2-lite", {}), ("deepseek_v2-lite", {"deterministic": True})),
+        ("llama", {"deterministic": True}),
+        ("gemma2", {}),
+        ("qwen3-moe", {"quantization": "int8"}),
+        ("llama", {"quantization": "int8"}),
+        ("llama", {"quantization": "fp8"}),
+        ("lfm2", {}),
+        ("llama", {"enable_lora": True}),
+        ("qwen3_5", {}),
+        ("falcon_h1", {}),
+        ("jamba", {}),
+        ("deepseek_v2-lite", {}),
+        ("deepseek_v2-lite", {"deterministic": True}),
         ("gpt_oss", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ],
@@ -157,15 +163,17 @@ def test_steps_launch_only_precompiled_kernel_variants(
 
 
 @pytest.mark.slow
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "family", "options"),
     [
         ("eagle3", "llama", {}),
         ("draft_model", "llama", {}),
-        *slow(("medusa", "llama", {}), ("eagle", "llama", {})),
-        *slow(("mtp", "qwen3_5", {}), ("mtp", "glm4_moe", {}), ("mtp", "deepseek_v3", {})),
-        *slow(("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"})),
+        ("medusa", "llama", {}),
+        ("eagle", "llama", {}),
+        ("mtp", "qwen3_5", {}),
+        ("mtp", "glm4_moe", {}),
+        ("mtp", "deepseek_v3", {}),
+        ("draft_model", "llama", {"quantization": "int4", "kv_cache_dtype": "fp8"}),
     ],
 )
 def test_drafters_launch_only_precompiled_kernel_variants(
@@ -339,7 +347,7 @@ def test_image_kernel_variants_cover_common_models(h100: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
+@pytest.mark.parametrize("name", ["gfx942", "gfx1100"])
 def test_attention_kernels_compile_for_amd_within_shared_memory(
     name: str, h100: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

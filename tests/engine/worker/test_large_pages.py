@@ -54,7 +54,7 @@ def repeat_requests(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest
 def test_forked_large_blocks_keep_tokens(family: str, blocks: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     requests = [
-        request(str(index), prompt, seed=index, max_tokens=20, temperature=index % 2)
+        request(str(index), prompt, seed=index, max_tokens=8, temperature=index % 2)
         for index, prompt in enumerate(prompts())
     ]
     plain, _ = answers(path, requests, num_kv_blocks=60, enable_prefix_caching=False)

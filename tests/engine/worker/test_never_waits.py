@@ -54,7 +54,6 @@ from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import CHEAP, Garbage, Replaceable, always
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu, Waiting
 from tests.kernels.installed import install_flash, install_flash3, install_flash4, install_varlen
-from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.vision_families import FAMILIES, save_family
 
@@ -84,8 +83,11 @@ KINDS: dict[str, dict[str, object]] = {
 """Sampling parameters by the feature they use."""
 
 
-SHOWN = ("qwen2_5_vl", "qwen3_vl", "gemma3")
-"""Image model families tested with every change; the others are slow tests."""
+IMAGE_MODELS = [
+    *product(("qwen2_5_vl", "qwen3_vl", "gemma3"), ("triton", "flash"), (False, True)),
+    *((name, "triton", True) for name in FAMILIES if name not in ("qwen2_5_vl", "qwen3_vl", "gemma3")),
+]
+"""Backends and chunks do not depend on the tower: few families are tested with all of both."""
 
 
 class ShapeOnlyAttention:
@@ -192,8 +194,7 @@ def test_each_sampling_kind_alone_never_waits(gpu: FakeGpu, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["triton", "flash", *slow("flash3", "flash4", "torch_varlen")])
+@pytest.mark.parametrize("backend", ["triton", "flash", "flash3", "flash4", "torch_varlen"])
 def test_mixed_sampling_kinds_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
     answers = run(engine, make_requests(KINDS))
@@ -228,7 +229,7 @@ def test_draft_tokens_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa")])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_draft_heads_wait_only_for_drafts(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool
@@ -326,11 +327,9 @@ def test_model_families_never_wait(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
             "triton",
             {"rope_and_store_latents", "attend_latents", "multiply_per_head", "attend_expanded"},
         ),
-        *slow(
-            ("qwen3_5", "torch_varlen", {"advance_delta"}),
-            ("falcon_h1", "triton", {"advance_space"}),
-            ("jamba", "triton", {"advance_scan"}),
-        ),
+        ("qwen3_5", "torch_varlen", {"advance_delta"}),
+        ("falcon_h1", "triton", {"advance_space"}),
+        ("jamba", "triton", {"advance_scan"}),
     ],
 )
 def test_recurrent_and_mla_models_never_wait(
@@ -354,7 +353,7 @@ def test_recurrent_and_mla_models_never_wait(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
+@pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), ("qwen3-moe", "flash")])
 def test_moe_models_never_wait(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str
 ) -> None:
@@ -374,9 +373,7 @@ def test_moe_models_never_wait(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["triton", *slow("flash")])
-@pytest.mark.parametrize("parts", [False, True])
-@pytest.mark.parametrize("name", [*SHOWN, *slow(*(each for each in FAMILIES if each not in SHOWN))])
+@pytest.mark.parametrize(("name", "backend", "parts"), IMAGE_MODELS)
 def test_image_models_never_wait(
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -422,7 +419,7 @@ def test_expert_parallel_rank_never_waits(gpu: FakeGpu, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2-dense"])
 def test_decode_context_parallel_rank_never_waits(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
@@ -444,7 +441,7 @@ def test_decode_context_parallel_rank_never_waits(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "graphs"),
-    [("llama", "triton", True), *slow(("gpt_oss", "triton", True), ("qwen3", "flash", False))],
+    [("llama", "triton", True), ("gpt_oss", "triton", True), ("qwen3", "flash", False)],
 )
 def test_offloaded_layers_never_wait(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
@@ -531,8 +528,8 @@ class QuietRanks(SpmdRanks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [*slow(False), True])
-@pytest.mark.parametrize(("rank", "in_order"), [(0, True), *slow((0, False)), (1, True)])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("rank", "in_order"), [(0, True), (0, False), (1, True)])
 def test_tensor_parallel_rank_never_waits(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool
 ) -> None:

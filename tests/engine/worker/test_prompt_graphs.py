@@ -25,7 +25,6 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, RecurrentStat
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
-from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["fake_flash"]
@@ -148,7 +147,7 @@ def test_mixed_batch_graphs_verify_drafts(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
-@pytest.mark.parametrize("method", ["eagle3", *slow("eagle", "medusa", "mtp")])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa", "mtp"])
 def test_draft_heads_follow_mixed_batch_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Graphs of the heads follow graphs of steps: the same states, drafts and KV blocks as without graphs."""
     results = []
