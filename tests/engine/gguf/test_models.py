@@ -95,7 +95,7 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
     } | settings
     config = EngineConfig(**settings)
     requests = [
-        request(str(i), prompt, max_tokens=12, logprobs=2, prompt_logprobs=1) for i, prompt in enumerate(PROMPTS)
+        request(str(i), prompt, max_tokens=6, logprobs=2, prompt_logprobs=1) for i, prompt in enumerate(PROMPTS)
     ]
     return run(EngineCore(config), requests)
 

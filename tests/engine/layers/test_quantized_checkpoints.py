@@ -23,7 +23,7 @@ PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, len
 
 def answers(path: Path) -> tuple[dict[str, Answer], str]:
     config = EngineConfig(model=str(path), attention_backend="reference", num_kv_blocks=64, dtype="float32")
-    requests = [request(str(i), prompt, max_tokens=8, logprobs=2) for i, prompt in enumerate(PROMPTS)]
+    requests = [request(str(i), prompt, max_tokens=4, logprobs=2) for i, prompt in enumerate(PROMPTS)]
     engine = EngineCore(config)
     return run(engine, requests), engine.info.quantization
 

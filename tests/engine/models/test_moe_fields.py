@@ -24,6 +24,7 @@ from quire.kernels.cpu.backend import CpuBackend
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.quantized_models import stack_mxfp4
+from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = CpuBackend().missing_reason
@@ -89,7 +90,7 @@ def test_bfloat16_moe_logprobs_are_close_to_float32(family: str, backend: str, t
 
 
 @compiled
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_mxfp4_outputs_do_not_depend_on_batching_or_preemption(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

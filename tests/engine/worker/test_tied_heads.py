@@ -39,8 +39,11 @@ def save_untied_model(folder: Path, family: str) -> Path:
     return path
 
 
+ONE_PER_CLASS = {fields["model_type"]: name for name, fields in reversed(FAMILIES.items()) if "zamba2" not in name}
+
+
 @pytest.mark.few(4)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("zamba2")])
+@pytest.mark.parametrize("family", sorted(ONE_PER_CLASS.values()))
 def test_untied_output_head_is_used_despite_tied_config(family: str, tmp_path: Path) -> None:
     path = save_untied_model(tmp_path, family)
     assert largest_difference(path, PROMPT) < 1e-4
@@ -112,6 +115,7 @@ def test_tied_embedding_rejects_different_head(order: tuple[str, ...]) -> None:
         load_weights(table, stream, device=torch.device("cpu"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["xmod", "bert-generation"])
 def test_output_head_bias_alone_does_not_untie(kind: str, tmp_path: Path) -> None:
     save_tiny_class(tmp_path, kind)
