@@ -98,7 +98,7 @@ def test_model_impl_quire_rejects_family_without_file(laguna: str) -> None:
         engine_of(laguna, model_impl="quire")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
