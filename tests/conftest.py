@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,10 @@ from tests.made_once import keep_in
 
 # Tiny models gain nothing from a second thread, and lose much when tests share the cores with their servers.
 torch.set_num_threads(1)
+
+# Otherwise every HTTP client, in tests and in their servers, loads all of certifi's authorities, which takes 20 ms. No
+# test needs one of them: tests of TLS make their own.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("one_certificate.pem"))
 
 # A shell's background job ignores SIGINT, and servers that tests end by Ctrl-C would inherit that. A handler that does
 # nothing is not inherited.

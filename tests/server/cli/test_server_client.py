@@ -163,6 +163,7 @@ async def test_printed_curl_command_receives_stream(paths: dict[str, Path]) -> N
     assert done.stdout.endswith("data: [DONE]\n\n"), done.stdout
 
 
-def test_ssl_context_without_cacert_trusts_system_certificates() -> None:
+def test_ssl_context_without_cacert_trusts_system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
     assert client_ssl_context(None).verify_mode is ssl.CERT_REQUIRED
-    assert client_ssl_context(None).cert_store_stats()["x509_ca"] > 0
+    assert client_ssl_context(None).cert_store_stats()["x509_ca"] > 10
