@@ -220,6 +220,8 @@ def test_models_table_marks_models_that_do_not_fit(
 ) -> None:
     small = Machine("a small machine", memory=3 * GIB, gpu=False)
     monkeypatch.setattr(table, "detect_machine", lambda: small)
+    models = {name: load_catalog()[name] for name in ("qwen3:0.6b", "qwen3:8b")}
+    monkeypatch.setattr(table, "load_catalog", lambda: models)
     quire("table", "--bandwidth", "50")
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "does not fit" in rows["qwen3:8b"]

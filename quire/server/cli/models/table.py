@@ -89,7 +89,15 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
+    return build_rows(model, [machine])[0]
+
+
+def build_rows(model: CatalogEntry, machines: Sequence[Machine]) -> list[ModelRow]:
     sizes, stored = _catalog_sizes(model)
+    return [_build_row(model, sizes, stored, machine) for machine in machines]
+
+
+def _build_row(model: CatalogEntry, sizes: ModelSizes, stored: CheckpointSize | None, machine: Machine) -> ModelRow:
     model_estimate = estimate_model(sizes, machine, PlanRequest(), stored)
     min_context = min(CONTEXT_TOKENS, sizes.max_position)
     keys = model_estimate.context_kv_bytes(min_context) if model_estimate.block_bytes else 0
@@ -165,7 +173,7 @@ def format_laptops_markdown() -> str:
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")
     for model in load_catalog().values():
-        rows = [build_row(model, machine) for machine in machines]
+        rows = build_rows(model, machines)
         fast = [_format_speed(row) if row.speed is not None else "fits" if row.context else "-" for row in rows]
         cells = [
             f"`{model.name}`",
