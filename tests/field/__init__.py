@@ -1,1 +1,1 @@
-"""Faults that users reported, one file per report, named by what the user saw."""
+"""Faults that users reported: a file for each report, whose docstring says what the user saw."""

@@ -50,7 +50,7 @@ class Transactions(sqlite3.Connection):
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[DataDir]:
+def full_data_dir(tmp_path: Path) -> Iterator[DataDir]:
     """A store full of one key's empty conversations, and a journal full of its calls."""
     data = open_data_dir(tmp_path, BIG)
     for number in range(ROOM):
@@ -67,20 +67,20 @@ def full(tmp_path: Path) -> Iterator[DataDir]:
 
 
 @pytest.mark.slow
-def test_store_transactions_stay_below_batch_of_rows_when_full(full: DataDir) -> None:
-    size = full.store.stored_bytes
-    full.store.put("attacker", conversation("many", *map(str, range(5_000))))
-    assert full.store.stored_bytes <= size
-    full.store.put("attacker", conversation("large", data=b"x" * 1_000_000))
-    full.store.delete("attacker", "many")
+def test_store_transactions_stay_below_batch_of_rows_when_full(full_data_dir: DataDir) -> None:
+    size = full_data_dir.store.stored_bytes
+    full_data_dir.store.put("attacker", conversation("many", *map(str, range(5_000))))
+    assert full_data_dir.store.stored_bytes <= size
+    full_data_dir.store.put("attacker", conversation("large", data=b"x" * 1_000_000))
+    full_data_dir.store.delete("attacker", "many")
     for number in range(300):
-        full.calls.put("attacker", call(f"new {number}", body=b"x" * 2_000), LATER, "0")
-    while full.processes.delete_due_data():
+        full_data_dir.calls.put("attacker", call(f"new {number}", body=b"x" * 2_000), LATER, "0")
+    while full_data_dir.processes.delete_due_data():
         pass
     assert 0 < Transactions.most < MOST
-    assert full.store.get_summary("attacker", "conversation", "0") is None, "the oldest made room"
-    assert full.store.get_summary("attacker", "conversation", "large") is not None
-    assert full.store.stored_bytes <= 0.95 * size, "room is made ahead of need"
+    assert full_data_dir.store.get_summary("attacker", "conversation", "0") is None, "the oldest made room"
+    assert full_data_dir.store.get_summary("attacker", "conversation", "large") is not None
+    assert full_data_dir.store.stored_bytes <= 0.95 * size, "room is made ahead of need"
 
 
 def test_deleted_object_is_invisible_before_its_rows_are_deleted(tmp_path: Path) -> None:

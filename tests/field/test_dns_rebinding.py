@@ -22,26 +22,11 @@ from tests.server.hosted import Port, serving
 
 LETTERS = hashed(b"abcdefgh")
 OWN = (
-    *(
-        "localhost",
-        "localhost:8000",
-        "LOCALHOST:8000",
-        "localhost.",
-        "localhost.:8000",
-        "app.localhost",
-        "a.b.localhost",
-    ),
-    *("127.0.0.1", "127.0.0.1:8000", "127.8.9.10", "[::1]", "[::1]:8000", "::1", "[::ffff:127.0.0.1]:80", "0.0.0.0:80"),
-    *(
-        "192.168.1.5:8000",
-        "10.1.2.3",
-        "172.16.0.1",
-        "172.31.255.255",
-        "169.254.1.1",
-        "[fd00::1]:8000",
-        "[fe80::1%eth0]",
-    ),
-    *("printer.local", "quire.internal:8000", "host.docker.internal:8000", "Gateway.Docker.Internal", "x.LOCAL."),
+    *("localhost", "localhost:8000", "LOCALHOST:8000", "localhost.", "localhost.:8000", "app.localhost"),
+    *("a.b.localhost", "127.0.0.1", "127.0.0.1:8000", "127.8.9.10", "[::1]", "[::1]:8000", "::1"),
+    *("[::ffff:127.0.0.1]:80", "0.0.0.0:80", "192.168.1.5:8000", "10.1.2.3", "172.16.0.1", "172.31.255.255"),
+    *("169.254.1.1", "[fd00::1]:8000", "[fe80::1%eth0]", "printer.local", "quire.internal:8000"),
+    *("host.docker.internal:8000", "Gateway.Docker.Internal", "x.LOCAL."),
     *("", socket.gethostname(), f"{socket.gethostname().upper()}:8000"),
 )
 OTHERS = (
