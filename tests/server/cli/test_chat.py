@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import base64
-import json
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+
+from quire.server.cli.main import main
+from tests.server.cli.scripted_server import ScriptedHandler, run_in_thread
+
+Chat = Callable[..., tuple[int, str, str]]
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -36,84 +41,66 @@ class ScriptedServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(ScriptedHandler):
     server: ScriptedServer
 
-    def log_message(self, *args: object) -> None:
-        pass
-
     def do_GET(self) -> None:
-        self._reply(200, {"object": "list", "data": [{"id": "echo"}]})
+        self.reply({"object": "list", "data": [{"id": "echo"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         self.server.bodies.append(body)
         self.server.paths.append(self.path)
         self.server.keys.append(self.headers["Authorization"])
         content = body["messages"][-1]["content"]
         text = content if isinstance(content, str) else content[-1]["text"]
         if text == "refuse":
-            self._reply(400, {"error": {"message": "too long a prompt", "type": "x", "param": None, "code": None}})
+            self.reply({"error": {"message": "too long a prompt", "type": "x", "param": None, "code": None}}, 400)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        self._event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        self._event({"choices": [{"index": 0, "delta": {"content": "you said "}}]})
+        self.send_event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        self.send_event({"choices": [{"index": 0, "delta": {"content": "you said "}}]})
         if text == "break":
-            self._event({"error": {"message": "the engine died", "type": "server_error"}})
+            self.send_event({"error": {"message": "the engine died", "type": "server_error"}})
             return
         if text == "hold":
             self._wait_for_hang_up()
             return
-        self._event({"choices": [{"index": 0, "delta": {"content": text + "\u00e9"}}]})
+        self.send_event({"choices": [{"index": 0, "delta": {"content": text + "\u00e9"}}]})
         reason = "length" if text == "cut" else "stop"
-        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-        self._event({"choices": [], "usage": {}})
+        self.send_event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        self.send_event({"choices": [], "usage": {}})
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, chunk: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        self.wfile.flush()
 
     def _wait_for_hang_up(self) -> None:
         self.connection.settimeout(30)
         if self.connection.recv(1) == b"":
             self.server.hung_up.set()
 
-    def _reply(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    server = ScriptedServer()
+    with run_in_thread(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
-def start(server: ScriptedServer, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "quire", "chat", "--url", server.url, *flags]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
+@pytest.fixture
+def chat(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """`quire chat` with lines as its input and further flags; returns the status, stdout and stderr."""
+
+    def run(lines: str, *flags: str, url: str = server.url) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", StringIO(lines))
+        status = main(["chat", "--url", url, *flags])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def chat(server: ScriptedServer, lines: str, *flags: str) -> tuple[int, str, str]:
-    process = start(server, *flags)
-    out, err = process.communicate(lines, timeout=60)
-    return process.returncode, out, err
-
-
-def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer) -> None:
-    status, out, err = chat(server, "one\n\ntwo\n")
+def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer, chat: Chat) -> None:
+    status, out, err = chat("one\n\ntwo\n")
     assert (status, out, err) == (0, "you said one\u00e9\nyou said two\u00e9\n", "")
     assert [body["model"] for body in server.bodies] == ["echo", "echo"]
     assert server.bodies[1]["messages"] == [
@@ -125,9 +112,9 @@ def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer) -> No
     assert "temperature" not in server.bodies[0]
 
 
-def test_chat_flags_are_sent_in_request(server: ScriptedServer) -> None:
+def test_chat_flags_are_sent_in_request(server: ScriptedServer, chat: Chat) -> None:
     flags = ["echo", "--temperature", "0", "--max-tokens", "7", "--system", "Be brief.", "--api-key", "secret"]
-    assert chat(server, "one\n", *flags)[0] == 0
+    assert chat("one\n", *flags)[0] == 0
     body = server.bodies[0]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("echo", 0.0, 7)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
@@ -135,24 +122,16 @@ def test_chat_flags_are_sent_in_request(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("flags", [("ecko",), ("--model", "ecko")])
-def test_unknown_model_is_rejected_at_start(server: ScriptedServer, flags: tuple[str, ...]) -> None:
-    status, out, err = chat(server, "one\n", *flags)
+def test_unknown_model_is_rejected_at_start(server: ScriptedServer, chat: Chat, flags: tuple[str, ...]) -> None:
+    status, out, err = chat("one\n", *flags)
     assert (status, out, err) == (1, "", "quire chat: no model ecko; did you mean echo?\n")
     assert not server.bodies
 
 
-def test_set_command_rejects_values_outside_api_limits(server: ScriptedServer) -> None:
-    lines = [
-        "temperature 9",
-        "temperature cold",
-        "max_tokens 0",
-        "top_k 5",
-        "stop END",
-        "min_tokens 40",
-        "mirostat 2",
-        "",
-    ]
-    _, out, err = chat(server, "".join(f"/set {line}\n" for line in ["", *lines]) + "one\n")
+def test_set_command_rejects_values_outside_api_limits(server: ScriptedServer, chat: Chat) -> None:
+    invalid, valid = ("temperature 9", "temperature cold", "max_tokens 0"), ("top_k 5", "stop END", "min_tokens 40")
+    lines = ["", *invalid, *valid, "mirostat 2", ""]
+    _, out, err = chat("".join(f"/set {line}\n" for line in lines) + "one\n")
     first, *rest = out.splitlines()
     assert first == "all defaults"
     assert [line.partition(": ")[2] for line in err.splitlines()] == [
@@ -164,12 +143,12 @@ def test_set_command_rejects_values_outside_api_limits(server: ScriptedServer) -
     assert {"temperature", "max_tokens"}.isdisjoint(server.bodies[0])
 
 
-def test_save_command_overwrites_only_saved_conversations(server: ScriptedServer, tmp_path: Path) -> None:
+def test_save_command_overwrites_only_saved_conversations(chat: Chat, tmp_path: Path) -> None:
     notes, talk, request = (tmp_path / name for name in ("notes.txt", "talk.json", "request.json"))
     notes.write_text("my notes\n")
     request.write_text('{"model": "echo", "messages": []}')
     lines = ["one", *(f"/save {path}" for path in (notes, request, talk)), "two", f"/save {talk}", f"/load {talk}"]
-    _, out, err = chat(server, "\n".join([*lines, ""]))
+    _, out, err = chat("\n".join([*lines, ""]))
     assert [line.rpartition("/")[2] for line in err.splitlines()] == [
         f"{name} exists and is not a saved conversation: choose another name" for name in ("notes.txt", "request.json")
     ]
@@ -184,13 +163,13 @@ def file_of(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def test_images_are_sent_with_next_message(server: ScriptedServer, tmp_path: Path) -> None:
+def test_images_are_sent_with_next_message(server: ScriptedServer, chat: Chat, tmp_path: Path) -> None:
     one, two = tmp_path / "a fox.png", tmp_path / "two.png"
     urls = file_of(one), file_of(two)
     plain = str(one).replace(" ", "\\ ")
     lines = [f"/image {plain}", f"/image '{two}'", "what\\", "is it?", "/retry", "and now?"]
     lines += [f"/save {tmp_path}/t.json", f"/load {tmp_path}/t.json", "/undo", "/undo", "one"]
-    _, out, err = chat(server, "\n".join([*lines, ""]))
+    _, out, err = chat("\n".join([*lines, ""]))
     assert err == ""
     assert out.splitlines()[:2] == ["a picture goes with the next message", "2 pictures go with the next message"]
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -205,10 +184,10 @@ def test_images_are_sent_with_next_message(server: ScriptedServer, tmp_path: Pat
     assert last == [{"role": "user", "content": "one"}]
 
 
-def test_invalid_image_file_prints_one_line(server: ScriptedServer, tmp_path: Path) -> None:
+def test_invalid_image_file_prints_one_line(server: ScriptedServer, chat: Chat, tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("no picture")
-    _, out, err = chat(server, f"/image\n/image {tmp_path}/no.png\n/image {tmp_path}\n/image {text}\none\n")
+    _, out, err = chat(f"/image\n/image {tmp_path}/no.png\n/image {tmp_path}\n/image {text}\none\n")
     assert out.splitlines()[0] == "/image needs a file's name"
     assert err.splitlines() == [
         f"quire chat: cannot read {tmp_path}/no.png: No such file or directory",
@@ -218,8 +197,8 @@ def test_invalid_image_file_prints_one_line(server: ScriptedServer, tmp_path: Pa
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "one"}]
 
 
-def test_reset_system_and_exit_commands_change_conversation(server: ScriptedServer) -> None:
-    status, out, _ = chat(server, "one\n/reset\ntwo\n/system Rhyme.\nthree\n/nonsense\n/help\n/exit\nfour\n")
+def test_reset_system_and_exit_commands_change_conversation(server: ScriptedServer, chat: Chat) -> None:
+    status, out, _ = chat("one\n/reset\ntwo\n/system Rhyme.\nthree\n/nonsense\n/help\n/exit\nfour\n")
     assert status == 0
     messages = [body["messages"] for body in server.bodies]
     assert messages[1] == [{"role": "user", "content": "two"}]
@@ -229,13 +208,13 @@ def test_reset_system_and_exit_commands_change_conversation(server: ScriptedServ
     assert "/reset" in out
 
 
-def test_bye_command_exits(server: ScriptedServer) -> None:
-    assert chat(server, "/bye\none\n")[0] == 0
+def test_bye_command_exits(server: ScriptedServer, chat: Chat) -> None:
+    assert chat("/bye\none\n")[0] == 0
     assert server.bodies == []
 
 
-def test_rejected_message_is_dropped_and_partial_answer_is_kept(server: ScriptedServer) -> None:
-    status, out, err = chat(server, "refuse\nbreak\none\n")
+def test_rejected_message_is_dropped_and_partial_answer_is_kept(server: ScriptedServer, chat: Chat) -> None:
+    status, out, err = chat("refuse\nbreak\none\n")
     assert status == 0
     assert out == "\nyou said \nyou said one\u00e9\n"
     assert "too long a prompt" in err
@@ -243,13 +222,14 @@ def test_rejected_message_is_dropped_and_partial_answer_is_kept(server: Scripted
     assert [message["content"] for message in server.bodies[2]["messages"]] == ["break", "you said ", "one"]
 
 
-@pytest.mark.slow
-def test_exit_status_is_1_when_last_message_was_rejected(server: ScriptedServer) -> None:
-    assert chat(server, "refuse\n")[0] == 1
+def test_exit_status_is_1_when_last_message_was_rejected(chat: Chat) -> None:
+    assert chat("refuse\n")[0] == 1
 
 
 def test_ctrl_c_stops_answer_and_chat_continues(server: ScriptedServer) -> None:
-    process = start(server)
+    command = [sys.executable, "-m", "quire", "chat", "--url", server.url]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("hold\n")
@@ -263,22 +243,18 @@ def test_ctrl_c_stops_answer_and_chat_continues(server: ScriptedServer) -> None:
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["hold", "you said ", "two"]
 
 
-@pytest.mark.slow
-def test_chat_url_may_omit_v1(server: ScriptedServer) -> None:
-    command = [sys.executable, "-m", "quire", "chat", "--url", server.url.removesuffix("/v1") + "/"]
-    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_chat_url_may_omit_v1(server: ScriptedServer, chat: Chat) -> None:
+    status, _, err = chat("Hello\n", url=server.url.removesuffix("/v1") + "/")
+    assert (status, err) == (0, "")
     assert server.paths == ["/v1/chat/completions"]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("named", [[], ["--model", "echo"]])
-def test_chat_without_server_prints_one_line(named: list[str]) -> None:
-    command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1", *named]
-    done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.startswith("quire chat: no server at http://127.0.0.1:9/v1")
-    assert done.stderr.count("\n") == 1
+def test_chat_without_server_prints_one_line(chat: Chat, named: list[str]) -> None:
+    status, _, err = chat("one\n", *named, url="http://127.0.0.1:9/v1")
+    assert status == 1
+    assert err.startswith("quire chat: no server at http://127.0.0.1:9/v1")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -292,10 +268,11 @@ def test_chat_without_url_starts_in_process_engine() -> None:
     assert first == second != ""
 
 
-@pytest.mark.slow
-def test_missing_model_directory_prints_one_line() -> None:
-    command = [sys.executable, "-m", "quire", "chat", "./nowhere"]
-    done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.startswith("quire chat: model: there is no directory './nowhere'")
-    assert done.stderr.count("\n") == 1
+def test_missing_model_directory_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("one\n"))
+    assert main(["chat", "./nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("quire chat: model: there is no directory './nowhere'")
+    assert error.count("\n") == 1

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ from quire.engine.common.errors import ConfigError
 from quire.server.cli.main import main
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.run.vllm import translate_arguments
+from tests.server.cli.scripted_server import ScriptedHandler, run_in_thread
 
 SEVERAL = [{"id": "owner/one", "state": "awake"}, {"id": "qwen3:4b", "state": "unloaded"}]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(ScriptedHandler):
     server: ScriptedServer
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
@@ -33,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"models": held} if self.path == "/api/ps" else {"object": "list", "data": self.server.cards})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.read_json()
         self.server.keys.append(self.headers["Authorization"])
         self.server.asked.append((self.path, body))
         if self.path.endswith("/chat/completions"):
@@ -43,18 +40,11 @@ class Handler(BaseHTTPRequestHandler):
                 {"choices": [{"index": 0, "delta": {"content": "Because."}}]},
                 {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
             ):
-                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                self.send_event(chunk)
             self.wfile.write(b"data: [DONE]\n\n")
             return
         info = {"general.architecture": "quire", "quire.context_length": 2048}
         self.reply({"model_info": info, "capabilities": ["completion"], "template": "{{ x }}", "parameters": "top_p 1"})
-
-    def reply(self, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
 
 class ScriptedServer(ThreadingHTTPServer):
@@ -73,12 +63,9 @@ class ScriptedServer(ThreadingHTTPServer):
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    server = ScriptedServer()
+    with run_in_thread(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -206,23 +193,14 @@ def test_equivalent_names_include_catalog_and_hub_name() -> None:
 
 
 def test_run_batch_translates_vllm_arguments() -> None:
-    arguments = [
-        "-i",
-        "in.jsonl",
-        "--output-file=out.jsonl",
-        "--model",
-        "m",
-        "--enable-metrics",
-        "--port",
-        "9",
-        "--url=x",
-    ]
-    assert translate_arguments(arguments) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
-    assert translate_arguments(["--input_file", "a", "-o", "b", "--response-role", "assistant"]) == [
-        "a",
-        "--output",
-        "b",
-    ]
+    for given, translated in (
+        (
+            "-i in.jsonl --output-file=out.jsonl --model m --enable-metrics --port 9 --url=x",
+            "in.jsonl --output out.jsonl --model m",
+        ),
+        ("--input_file a -o b --response-role assistant", "a --output b"),
+    ):
+        assert translate_arguments(given.split()) == translated.split()
     with pytest.raises(ConfigError, match="download it first"):
         translate_arguments(["-i", "https://example.com/in.jsonl"])
 

@@ -3,57 +3,59 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from quire.engine.common.config import DEMO_MODEL
+from quire.server.cli.main import main
 from tests.tiny_models import save_tiny_model
-from tests.tree import ROOT
+
+Quantize = Callable[..., tuple[int, str, str]]
 
 
-def quantize(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire", "quantize", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def quantize(capfd: pytest.CaptureFixture[str]) -> Quantize:
+    """`quire quantize` with these arguments; returns the status, stdout and stderr."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capfd.readouterr()  # of what made the model
+        status = main(["quantize", *map(str, args)])
+        return status, *capfd.readouterr()
+
+    return run
 
 
 @pytest.mark.slow
-def test_quantize_writes_checkpoint_once(tmp_path: Path) -> None:
+def test_quantize_writes_checkpoint_once(quantize: Quantize, tmp_path: Path) -> None:
     path, out = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1), tmp_path / "out"
     out.mkdir()
-    done = quantize(path, out, "--format", "int8")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: 7 linears int-quantized; ")
+    status, printed, error = quantize(path, out, "--format", "int8")
+    assert (status, error) == (0, "")
+    assert printed.startswith(f"{out}: 7 linears int-quantized; ")
     assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "out"]
     again = quantize(path, out, "--format", "int8")
-    assert (again.returncode, again.stderr) == (1, f"quire quantize: OUT: {out} exists and is not empty\n")
-    twice = quantize(out, tmp_path / "twice", "--format", "int8")
-    assert twice.stderr == "quire quantize: model: its weights are quantized already (compressed-tensors)\n"
+    assert again == (1, "", f"quire quantize: OUT: {out} exists and is not empty\n")
+    _, _, error = quantize(out, tmp_path / "twice", "--format", "int8")
+    assert error == "quire quantize: model: its weights are quantized already (compressed-tensors)\n"
     assert not (tmp_path / "twice").exists()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("out", "says"),
-    [
-        ("file", "exists and is not a directory"),
-        ("missing/out", "there is no directory"),
-        ("file/out", "OUT: "),
-    ],
+    [("file", "exists and is not a directory"), ("missing/out", "there is no directory"), ("file/out", "OUT: ")],
 )
-def test_unusable_output_path_prints_one_line(out: str, says: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
+def test_unusable_output_path_prints_one_line(out: str, says: str, quantize: Quantize, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = quantize(path, tmp_path / out, "--format", "int4")
-    assert done.returncode == 1
-    assert done.stderr.startswith("quire quantize: OUT: ")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+    status, _, error = quantize(DEMO_MODEL, tmp_path / out, "--format", "int4")
+    assert status == 1
+    assert error.startswith("quire quantize: OUT: ")
+    assert says in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -62,11 +64,11 @@ def test_unusable_output_path_prints_one_line(out: str, says: str, tmp_path: Pat
         ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors"),
     ],
 )
-def test_quantize_rejects_unsupported_models(kind: str, says: str, tmp_path: Path) -> None:
+def test_quantize_rejects_unsupported_models(kind: str, says: str, quantize: Quantize, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"model_type": kind, "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8, "num_hidden_layers": 1}))
-    done = quantize(folder, tmp_path / "out", "--format", "fp8")
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"quire quantize: model: {says}")
+    status, _, error = quantize(folder, tmp_path / "out", "--format", "fp8")
+    assert status == 1
+    assert error.startswith(f"quire quantize: model: {says}")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.server.batches.batch_lines import (
     parse_line,
     read_line_numbers_by_custom_id,
 )
+from quire.server.cli.main import main
 from quire.server.cli.run import is_permanent_failure, trim_output_and_read_finished_ids
 from tests.server.cli.processes import engines, needs_proc
 
@@ -55,11 +57,21 @@ def command(*argv: str | Path) -> list[str]:
     return [sys.executable, "-m", "quire", "run", *map(str, argv), *SMALL]
 
 
-def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=120)
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_run_writes_response_or_error_for_every_line(tmp_path: Path) -> None:
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """`quire run` with these arguments, in this process, with its engine in another."""
+
+    def call(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+        status = main(["run", *map(str, argv), *SMALL])
+        return subprocess.CompletedProcess(argv, status, *capfd.readouterr())
+
+    return call
+
+
+def test_run_writes_response_or_error_for_every_line(run: Run, tmp_path: Path) -> None:
     file = write(
         tmp_path / "in.jsonl",
         request("text"),
@@ -79,17 +91,8 @@ def test_run_writes_response_or_error_for_every_line(tmp_path: Path) -> None:
     assert "4 done, 5 failed, 0 left, 14 tokens generated" in done.stderr
     assert "continue with --resume" in done.stderr
     results = read(out)
-    assert results.keys() == {
-        "text",
-        "chat",
-        "message",
-        "response",
-        "range",
-        "stranger",
-        "streamed",
-        "where",
-        "line-10",
-    }
+    answered, refused = ("text", "chat", "message", "response"), ("range", "stranger", "streamed", "where", "line-10")
+    assert results.keys() == {*answered, *refused}
     text = results["text"]
     assert text["id"].startswith("batch_req_")
     assert text["error"] is None
@@ -109,7 +112,7 @@ def test_run_writes_response_or_error_for_every_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_computes_missing_lines_and_repairs_torn_line(tmp_path: Path) -> None:
+def test_resume_computes_missing_lines_and_repairs_torn_line(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", *(request(f"r{number}") for number in range(6)))
     out = tmp_path / "out.jsonl"
     whole = [json.dumps({"custom_id": f"r{number}", "response": KEPT}) for number in (0, 3)]
@@ -136,7 +139,7 @@ def test_resume_computes_missing_lines_and_repairs_torn_line(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_resume_retries_failures_and_keeps_one_row_per_id(tmp_path: Path) -> None:
+def test_resume_retries_failures_and_keeps_one_row_per_id(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
     out = tmp_path / "out.jsonl"
     rows = {name: {"custom_id": name, "response": None, "error": {"code": "old"}} for name in ("lost", "other input")}
@@ -171,7 +174,7 @@ def test_resume_retries_failures_and_keeps_one_row_per_id(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_interrupted_run_keeps_results_and_resumes(tmp_path: Path) -> None:
+def test_interrupted_run_keeps_results_and_resumes(run: Run, tmp_path: Path) -> None:
     file = write(
         tmp_path / "in.jsonl", *(request(f"r{number}", max_tokens=40, ignore_eos=True) for number in range(16))
     )
@@ -230,14 +233,11 @@ def test_parse_line_rejects_invalid_line_with_reason(line: str, message: str) ->
 def test_line_without_custom_id_is_named_by_number() -> None:
     assert [
         custom_id_or_line_name(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')
-    ] == [
-        "a",
-        *["line-7"] * 4,
-    ]
+    ] == ["a", *["line-7"] * 4]
 
 
 @pytest.mark.slow
-def test_duplicate_custom_id_fails_only_repeated_line(tmp_path: Path) -> None:
+def test_duplicate_custom_id_fails_only_repeated_line(run: Run, tmp_path: Path) -> None:
     """Also from a pipe to a pipe: the input is kept until all lines are answered."""
     misspelled = {"temprature": 1}
     file = write(
@@ -299,8 +299,7 @@ def test_resume_leaves_foreign_file_untouched(tmp_path: Path) -> None:
         assert file.read_text() == text
 
 
-@pytest.mark.slow
-def test_unusable_input_or_output_file_prints_one_line(tmp_path: Path) -> None:
+def test_unusable_input_or_output_file_prints_one_line(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("a"))
     for argv, message in (
         ([tmp_path / "none.jsonl", "-o", tmp_path / "out"], f"cannot read {tmp_path / 'none.jsonl'}: "),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ SWITCHES = TABLE["switches"]["flags"].split()
 FIELDS = {"--" + name.replace("_", "-"): name for name in ServerConfig.model_fields}
 
 
+@cache
 def parser() -> argparse.ArgumentParser:
     flag_parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     flag_parser.add_argument("model_tag", nargs="?")
@@ -76,10 +78,10 @@ def test_refused_vllm_flags_print_advice(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_negated_vllm_switches_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    unknown, flag_parser = [], parser()
+    unknown = []
     for flag in SWITCHES:
         try:
-            parse_flags(flag_parser, [flag.replace("--", "--no-", 1)])
+            parse_flags(parser(), [flag.replace("--", "--no-", 1)])
         except SystemExit:
             if "--help" in capsys.readouterr().err:
                 unknown.append(flag)

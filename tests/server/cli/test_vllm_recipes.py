@@ -4,7 +4,6 @@ recipe's file, with the date of the commit.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,24 +11,17 @@ from pathlib import Path
 import pytest
 
 from quire.engine.checkpoint.overrides import merge_overrides
-from quire.engine.common.config import EngineConfig
 from quire.server.cli.bench.serve import build_serve_bench_parser
 from quire.server.cli.bench.vllm_flags import apply_vllm_flags
-from quire.server.cli.settings_flags import add_settings_flags, parse_settings
+from quire.server.cli.settings_flags import parse_settings
 from quire.server.cli.unknown_flags import parse_flags
 from quire.server.config import ServerConfig
+from tests.server.cli.test_vllm_flags import parser
 
 TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
 SERVED = {file: lines["serve"] for file, lines in TABLE["files"].items() if "serve" in lines}
 ASCEND = ["--quantization", "ascend"]
 """For Huawei's NPUs: the only value of a recipe that no supported device can serve."""
-
-
-def parser() -> argparse.ArgumentParser:
-    flag_parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
-    flag_parser.add_argument("model_tag", nargs="?")
-    add_settings_flags(flag_parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    return flag_parser
 
 
 def parse_config(*argv: str) -> ServerConfig:
@@ -43,11 +35,11 @@ def is_runnable(argv: Sequence[str]) -> bool:
 
 
 def test_every_serve_line_of_vllm_recipes_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    flag_parser, wrong = parser(), []
+    wrong = []
     for file, lines in SERVED.items():
         for argv in filter(is_runnable, lines):
             try:
-                config = parse_settings(flag_parser, argv, ServerConfig, "model_tag")[1]
+                config = parse_config(*argv)
                 assert config.model in argv or f"--model={config.model}" in argv or not argv[0][0].isalpha()
             except SystemExit:
                 wrong.append((file, argv, capsys.readouterr().err.splitlines()[-1]))
@@ -55,9 +47,7 @@ def test_every_serve_line_of_vllm_recipes_is_accepted(capsys: pytest.CaptureFixt
     assert sum(map(len, SERVED.values())) > 1000
 
 
-def test_every_bench_line_of_vllm_recipes_is_accepted_or_lacks_dataset(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_bench_line_of_vllm_recipes_is_accepted_or_lacks_dataset(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
     wrong = []
     for argv in lines:
@@ -186,16 +176,7 @@ def test_boolean_flag_rejects_other_values(capsys: pytest.CaptureFixture[str]) -
     ("argv", "engines"),
     [
         (["-dp", "16", "--data-parallel-size-local", "8", "--data-parallel-hybrid-lb"], 8),
-        (
-            [
-                "--data-parallel-size-local=8",
-                "--data-parallel-size=16",
-                "--headless",
-                "--data-parallel-start-rank",
-                "8",
-            ],
-            8,
-        ),
+        (["--data-parallel-size-local=8", "--data-parallel-size=16", "--headless", "--data-parallel-start-rank=8"], 8),
         (["--data-parallel-size", "4", "--data-parallel-rank", "2"], 1),
         (["--data-parallel-external-lb", "--data-parallel-size", "4"], 1),
         (["--data-parallel-size", "4", "--data-parallel-address", "10.0.0.1"], 4),
