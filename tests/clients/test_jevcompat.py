@@ -31,12 +31,9 @@ def wide(tmp_path: Path) -> Path:
 def run_jevcompat(folder: Path, log: Path, key: str | None) -> dict[str, Any]:
     report_file, quire = log.with_suffix(".json"), Path(os.environ["QUIRE"])
     env = {} if key is None else {"QUIRE_API_KEY": key}
-    server = Server(log, str(folder), "--threads", "1", "--num-kv-blocks", "2000", quire=quire, env=env)
-    try:
+    with Server(log, str(folder), "--threads", "1", "--num-kv-blocks", "2000", quire=quire, env=env) as server:
         command = [str(Path(sys.executable).with_name("jevcompat")), "test", server.url, "--json", str(report_file)]
         subprocess.run(command + ([] if key is None else ["--key", key]), capture_output=True, timeout=240, check=False)
-    finally:
-        server.stop()
     content: dict[str, Any] = json.loads(report_file.read_text())
     return content
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -32,7 +33,7 @@ def free_port() -> int:
 
 class Server:
     """`quire serve ARGS` on the loopback interface at the given or a free port. Waits until the server answers, unless
-    `wait` is False.
+    `wait` is False. At the end of its context it is killed, and an exception prints its log.
     """
 
     def __init__(
@@ -66,6 +67,15 @@ class Server:
                 self.process.kill()
                 raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            print(self.log.read_text())
+        self.process.kill()
+        self.process.wait()
+
     def wait(self) -> None:
         """Wait until the server is ready."""
         deadline = time.monotonic() + _PATIENCE
@@ -90,16 +100,11 @@ class Server:
 
     def engine_pids(self) -> list[int]:
         """Process ids of the current engines."""
-        return self._children(b"quire.engine.main")
+        return children(self.process.pid, b"quire.engine.main")
 
     def api_pids(self) -> list[int]:
         """Process ids of the current API processes; empty if there is only one process."""
-        return self._children(b"quire.server.cli.api_process")
-
-    def _children(self, module: bytes) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        # A zombie has no command line.
-        return [int(pid) for pid in children if module in _command(pid)]
+        return children(self.process.pid, b"quire.server.cli.api_process")
 
     def engine_pid(self) -> int | None:
         """Process id of the current engine; None between two engines."""
@@ -116,7 +121,17 @@ class Server:
             raise AssertionError(f"the server did not end in {_PATIENCE:.0f} s: {self.log.read_text()}") from None
 
 
-def _command(pid: str) -> bytes:
+def children(pid: int, module: bytes = b"") -> list[int]:
+    """Children that any thread of a process has started, and whose command line contains `module`; without zombies."""
+    child_pids = list[int]()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            child_pids += map(int, file.read_text().split())
+    return [child for child in child_pids if module in (command := _command(child)) and command]
+
+
+def _command(pid: int) -> bytes:
+    """Empty for a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it was reaped meanwhile

@@ -24,6 +24,7 @@ from quire.server.cli.api_process_manager import check_multi_process_settings
 from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
+from tests.server.cli.processes import has_ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
@@ -35,31 +36,23 @@ STREAMS, LOOKS, KILLS = 24, 12, 2
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Answers of a server with one process."""
-    server = Server(tmp_path_factory.mktemp("one") / "log", *FLAGS)
 
-    async def ask() -> dict[str, Any]:
+    async def ask(server: Server) -> dict[str, Any]:
         async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
-            kinds = KINDS | {"long": LONG}
-            return {kind: await answer(client, asked) for kind, asked in kinds.items()}
+            return {kind: await answer(client, asked) for kind, asked in (KINDS | {"long": LONG}).items()}
 
-    try:
-        return asyncio.run(ask())
-    finally:
-        server.stop()
+    with Server(tmp_path_factory.mktemp("one") / "log", *FLAGS) as server:
+        return asyncio.run(ask(server))
 
 
 @asynccontextmanager
 async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
-    server = Server(log, *FLAGS, "--api-server-count", "2", *flags)
-    try:
+    with Server(log, *FLAGS, "--api-server-count", "2", *flags) as server:
         await wait_until(lambda: "ready " in log.read_text())
         # Every request opens its own connection, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
             yield server, client
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 async def wait_until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> None:
@@ -79,7 +72,7 @@ async def wait_for_running_requests(server: Server, count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engines", [1, 2])
 async def test_api_processes_answer_like_one_process_when_engines_die(
     engines: int, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
@@ -134,7 +127,6 @@ async def test_killed_api_process_breaks_only_its_own_connections(tmp_path: Path
         assert success_count == 1 + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hanging_api_process_is_killed_and_replaced(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log") as (server, client):

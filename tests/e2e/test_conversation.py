@@ -18,7 +18,6 @@ import pytest
 
 from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
-from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -60,9 +59,7 @@ async def turn(client: httpx.AsyncClient, prompt: list[int], on_chunk: Any = Non
     return ids, computed
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_5", "falcon_h1", *slow("zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3")]
-)
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "zamba2", "nemotron_h-latent", "jamba", "lfm2", "lfm3"])
 async def test_40_turns_equal_uncached_server_with_drafts_and_engine_kills(family: str, tmp_path: Path) -> None:
     model = ("--model", str(save_model_with_demo_tokenizer(tmp_path, family)), "--served-model-name", "m", *FLAGS)
     fresh = Server(tmp_path / "fresh", *model, "--no-enable-prefix-caching")

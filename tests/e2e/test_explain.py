@@ -93,7 +93,6 @@ async def test_explain_reports_batch_mates_and_preemptions(server: Server) -> No
         assert ("preempted" in sequence["phases_ms"]) == (sequence["preemptions"] > 0)
 
 
-@pytest.mark.slow
 async def test_explain_reports_replay_and_recovering_phase_after_engine_kill(server: Server) -> None:
     """The pool has room for little more than one sequence, so four take long enough to be killed meanwhile."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

@@ -62,21 +62,9 @@ VALUES: dict[str, tuple[bytes, bytes, bytes]] = {
     "numbers": (b"[1", b",1", b"]"),
     "texts": (b'["a"', b',"a"', b"]"),
     "nulls": (b"[null", b",null", b"]"),
-    "messages": (
-        b'[{"role":"user","content":"a"}',
-        b',{"role":"user","content":"a"}',
-        b"]",
-    ),
-    "parts": (
-        b'[{"type":"text","text":""}',
-        b',{"type":"text","text":""}',
-        b"]",
-    ),
-    "tools": (
-        b'[{"type":"function","function":{"name":"f"}}',
-        b',{"type":"function","function":{"name":"f"}}',
-        b"]",
-    ),
+    "messages": (b'[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]"),
+    "parts": (b'[{"type":"text","text":""}', b',{"type":"text","text":""}', b"]"),
+    "tools": (b'[{"type":"function","function":{"name":"f"}}', b',{"type":"function","function":{"name":"f"}}', b"]"),
     "one key": (b'{"k":1', b',"k":1', b"}"),
     "deep": (b"", b"[", b""),
 }

@@ -16,7 +16,6 @@ import pytest
 
 from benchmarks.attacks import ASKED, CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Attack, encoded
 from tests.e2e.hostile import MAX_BLOCK, MAX_GROWTH, TENANTS, Watched, honest, watched_server
-from tests.tiers import slow
 
 pytestmark = pytest.mark.slow
 
@@ -39,31 +38,25 @@ HELD = [
     Attack("a response that repeats 14 MB", RESPONSES, lambda: large_response_body(14_000_000, stream=True)),
     Attack("a response, streamed", RESPONSES, lambda: large_response_body(900_000, stream=True), (200,)),
     Attack("one in the background", RESPONSES, lambda: large_response_body(900_000, background=True), (200,)),
-    *slow(
-        Attack("a response", RESPONSES, lambda: large_response_body(900_000), (200,)),
-        Attack(
-            "one in the background that repeats 14 MB",
-            RESPONSES,
-            lambda: large_response_body(14_000_000, background=True),
-        ),
-        Attack(
-            "one in the background, streamed",
-            RESPONSES,
-            lambda: large_response_body(900_000, background=True, stream=True),
-            (200,),
-        ),
-        Attack(
-            "a chat with tools that it may not call", CHAT, lambda: chat_body(tools=TOOLS, tool_choice="none"), (200,)
-        ),
-        Attack("a message", "/v1/messages", lambda: chat_body(metadata={"user_id": "u" * 9_000_000}), (200,)),
-        Attack(
-            "a completion of some of the tokens",
-            COMPLETIONS,
-            lambda: {"prompt": "a", "allowed_token_ids": [900] * 500_000, "stream": True, "max_tokens": 50},
-            (200,),
-        ),
-        Attack("texts of tokens", TOKENIZE, lambda: {"prompt": "a b " * 15_000, "return_token_strs": True}, (200,)),
+    Attack("a response", RESPONSES, lambda: large_response_body(900_000), (200,)),
+    Attack(
+        "one in the background that repeats 14 MB", RESPONSES, lambda: large_response_body(14_000_000, background=True)
     ),
+    Attack(
+        "one in the background, streamed",
+        RESPONSES,
+        lambda: large_response_body(900_000, background=True, stream=True),
+        (200,),
+    ),
+    Attack("a chat with tools that it may not call", CHAT, lambda: chat_body(tools=TOOLS, tool_choice="none"), (200,)),
+    Attack("a message", "/v1/messages", lambda: chat_body(metadata={"user_id": "u" * 9_000_000}), (200,)),
+    Attack(
+        "a completion of some of the tokens",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "allowed_token_ids": [900] * 500_000, "stream": True, "max_tokens": 50},
+        (200,),
+    ),
+    Attack("texts of tokens", TOKENIZE, lambda: {"prompt": "a b " * 15_000, "return_token_strs": True}, (200,)),
 ]
 
 

@@ -54,16 +54,12 @@ def ids_of(answer: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def wanted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[int]]]:
     """Token ids by seed, from a server with one process."""
-    server = Server(tmp_path_factory.mktemp("log") / "log", str(path), *OPTIONS)
-    try:
+    with Server(tmp_path_factory.mktemp("log") / "log", str(path), *OPTIONS) as server:
         yield {seed: ids_of(ask(client_of(server), seed, max_tokens=400)) for seed in (1, 5)}
-    finally:
-        server.stop()
 
 
 def test_image_answer_continues_after_engine_kill(path: Path, wanted: dict[int, list[int]], tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", str(path), *OPTIONS)
-    try:
+    with Server(tmp_path / "log", str(path), *OPTIONS) as server:
         token_ids, killed = list[int](), False
         for chunk in ask(client_of(server), 1, max_tokens=400, stream=True):
             token_ids += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
@@ -73,15 +69,12 @@ def test_image_answer_continues_after_engine_kill(path: Path, wanted: dict[int, 
                 killed = True
         assert token_ids == wanted[1]
         assert server.metric("quire:engine_deaths_total") == 1
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_image_answer_continues_after_engine_kill_in_each_family(name: str, tmp_path: Path) -> None:
     """The families cover bidirectional image tokens, row-wise image tokens, mRoPE, and deepstack features."""
-    server = Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS)
-    try:
+    with Server(tmp_path / "log", str(save_family(tmp_path / "model", name)), *OPTIONS) as server:
         client = client_of(server)
         schema_fields = {"properties": {"seen": {"type": "boolean"}}, "required": ["seen"]}
         schema = {"type": "object", **schema_fields, "additionalProperties": False}
@@ -100,8 +93,6 @@ def test_image_answer_continues_after_engine_kill_in_each_family(name: str, tmp_
                 killed = True
         assert token_ids == ids_of(expected)
         assert server.metric("quire:engine_deaths_total") == 1
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -118,13 +109,10 @@ def test_image_answer_continues_after_engine_kill_in_each_family(name: str, tmp_
 def test_image_answers_equal_single_process_under_parallel_options(
     path: Path, wanted: dict[int, list[int]], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    server = Server(tmp_path / "log", str(path), *OPTIONS, *options)
-    try:
+    with Server(tmp_path / "log", str(path), *OPTIONS, *options) as server:
         for _ in range(2):
             for seed, ids in wanted.items():
                 assert ids_of(ask(client_of(server), seed, max_tokens=400)) == ids
-    finally:
-        server.stop()
 
 
 @needs_proc
@@ -138,16 +126,13 @@ def test_image_stream_resumes_after_server_kill(path: Path, wanted: dict[int, li
         events, last = read_events(server.url, stream, "", 4)
     finally:
         kill_all(server)
-    server = Server(tmp_path / "second.log", str(path), *flags)
-    try:
+    with Server(tmp_path / "second.log", str(path), *flags) as server:
         while last.rpartition(".")[2] == "0":  # until the stream ends
             more, last = read_events(server.url, stream, last, 10_000)
             events += more
         chunks = [json.loads(each) for each in events if each != "[DONE]"]
         ids = [token for each in chunks for choice in each["choices"] for token in choice.get("token_ids") or ()]
         assert ids == wanted[1]
-    finally:
-        server.stop()
 
 
 def create_batch(url: str, endpoint: str, bodies: list[dict[str, Any]]) -> str:
@@ -216,13 +201,10 @@ def test_image_batch_continues_after_server_kill(endpoint: str, path: Path, tmp_
             time.sleep(0.01)
     finally:
         kill_all(server)
-    server = Server(tmp_path / "second.log", str(model), *flags)
-    try:
+    with Server(tmp_path / "second.log", str(model), *flags) as server:
         answers = batch_answers(server.url, id)
         assert [told(answers[number]) for number in range(24)] == expected
         assert isinstance(expected[7], str)
-    finally:
-        server.stop()
 
 
 def test_multi_model_server_routes_images_to_vision_models(
@@ -235,8 +217,7 @@ def test_multi_model_server_routes_images_to_vision_models(
         f'memory = 8\n[demo]\nmodel = "{DEMO_MODEL}"\n[tiny]\nmodel = "{path}"\nnum_kv_blocks = 256\n'
         f'[other]\nmodel = "{other}"\nnum_kv_blocks = 256\n'
     )
-    server = Server(tmp_path / "log", "--models", str(file))
-    try:
+    with Server(tmp_path / "log", "--models", str(file)) as server:
         client = client_of(server)
         assert ids_of(ask(client, 1, max_tokens=40)) == wanted[1][:40]
         extra = {"ignore_eos": True, "return_token_ids": True}
@@ -245,8 +226,6 @@ def test_multi_model_server_routes_images_to_vision_models(
         with pytest.raises(openai.BadRequestError, match="this model does not accept images"):
             client.chat.completions.create(model="demo", **fields)
         assert ids_of(ask(client, 5, max_tokens=40)) == wanted[5][:40]
-    finally:
-        server.stop()
 
 
 def messages_of(seed: int) -> list[dict[str, Any]]:

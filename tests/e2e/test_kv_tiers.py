@@ -98,7 +98,6 @@ def test_stream_continues_after_engine_kill_with_disk_tier(server: Server, folde
     assert actual == expected
 
 
-@pytest.mark.slow
 def test_restarted_server_loads_blocks_from_disk_tier(tmp_path: Path) -> None:
     answers, folder = [], tmp_path / "pages"
     for _ in range(2):

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 PER_REQUEST = (
     *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"),
     *("request_generation_tokens", "request_params_n", "request_params_max_tokens", "request_queue_time_seconds"),
@@ -75,7 +77,6 @@ async def stream(client: httpx.AsyncClient, tokens: int) -> None:
         assert [line async for line in response.aiter_lines() if line.startswith("data: {")]
 
 
-@pytest.mark.slow
 async def test_metrics_count_requests_preemptions_and_engine_death(server: Server) -> None:
     seen = {name for name in scrape(server) if not name.startswith("quire:")}
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
@@ -149,7 +150,6 @@ def guessing(tmp_path: Path) -> Iterator[Server]:
     assert server.stop() == 0
 
 
-@pytest.mark.slow
 def test_draft_token_metrics_equal_explain_counts(guessing: Server) -> None:
     request_body = {"prompt": "Once", "max_tokens": 60, "allowed_token_ids": [40]}
     answer = httpx.post(f"{guessing.url}/v1/completions", json=request_body, timeout=60).json()

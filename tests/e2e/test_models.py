@@ -52,16 +52,7 @@ model = "{folder / "gone"}"
 """)
     slow = folder / "keys.toml"
     slow.write_text('[slow]\nkey = "slow"\nrequests_per_minute = 2\n')
-    flags = (
-        "--threads",
-        "1",
-        "--kv-cache-memory",
-        "0.1",
-        "--data-dir",
-        str(folder / "data"),
-        "--shutdown-timeout",
-        "5",
-    )
+    flags = ("--threads=1", "--kv-cache-memory=0.1", f"--data-dir={folder / 'data'}", "--shutdown-timeout=5")
     keys = ("--api-key", "key", "--admin-api-key", "admin", "--api-key-file", str(slow))
     server = Server(folder / "log", "--models", str(file), *flags, *keys)
     yield server
@@ -232,7 +223,6 @@ async def test_requests_during_unload_return_200_or_503_with_retry_after(server:
         assert "could not be restarted" not in server.log.read_text()
 
 
-@pytest.mark.slow
 async def test_answer_is_unchanged_after_engine_kill(server: Server) -> None:
     async with client(server) as http:
         alone = await complete_token_ids(http, "stories", 1, LONGER)

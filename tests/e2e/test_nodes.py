@@ -23,11 +23,10 @@ import pytest
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.worker_node import WorkerNode
 from quire.kernels.cpu.backend import CpuBackend
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import Server, children, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
-from tests.e2e.test_ranks import marked, ranks_of, wait_until
+from tests.e2e.test_ranks import FOLLOWER, marked, ranks_of, wait_until
 from tests.engine.nodes import gathering, member_config, told
-from tests.tiers import slow
 
 MISSING = CpuBackend().missing_reason
 pytestmark = [
@@ -103,7 +102,7 @@ def kill_engine(made: Machines) -> None:
     kill_first(made.server.engine_pids())
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("ranks", [2, 4])
 async def test_answers_are_unchanged_when_processes_of_either_node_die(
     ranks: int, machines: Callable[..., Machines]
 ) -> None:
@@ -163,7 +162,6 @@ def test_stopped_remote_rank_is_replaced_after_engine_kill(machines: Callable[..
     assert stopped not in ranks_of(cluster.marks[1])
 
 
-@pytest.mark.slow
 def test_request_completes_soon_when_remote_rank_is_stopped(machines: Callable[..., Machines]) -> None:
     """Without detection the request would wait for the step timeout of two minutes."""
     cluster = machines()
@@ -183,8 +181,7 @@ async def test_worker_node_rejoins_restarted_server(machines: Callable[..., Mach
         before = await answer(client, KINDS["seeded"])
     cluster.server.process.kill()
     cluster.server.process.wait()
-    restarted = Server(cluster.second_log.with_name("again"), *cluster._flags, env=cluster._variables(0))
-    try:
+    with Server(cluster.second_log.with_name("again"), *cluster._flags, env=cluster._variables(0)) as restarted:
         async with httpx.AsyncClient(base_url=restarted.url, timeout=280) as client:
             assert await answer(client, KINDS["seeded"]) == before
         assert cluster.second.poll() is None
@@ -199,9 +196,6 @@ async def test_worker_node_rejoins_restarted_server(machines: Callable[..., Mach
             refused = await client.post("/init_weights_group", json=group)
         assert refused.status_code == 400
         assert "nnodes" in refused.text
-    finally:
-        restarted.process.kill()
-        restarted.process.wait()
 
 
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "waiting"])
@@ -249,7 +243,7 @@ def test_remote_rank_exit_code_tells_oom_kill_from_sigkill(
         os.kill(remote.pid, signal.SIGKILL)
         assert remote.wait() == code
         pids.add(remote.pid)
-        while not (waiting := ranks_beside(os.getpid()) - pids):
+        while not (waiting := {*children(os.getpid(), FOLLOWER)} - pids):
             time.sleep(0.05)
         for pid in waiting:
             os.kill(pid, signal.SIGKILL)
@@ -258,9 +252,3 @@ def test_remote_rank_exit_code_tells_oom_kill_from_sigkill(
     keeping.join(30)
     assert not keeping.is_alive()
     assert member.failure is None
-
-
-def ranks_beside(parent: int) -> set[int]:
-    """Process ids of the ranks that any thread of the process has started."""
-    children = " ".join(each.read_text() for each in Path(f"/proc/{parent}/task").glob("*/children")).split()
-    return {int(pid) for pid in children if b"ranks.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -19,7 +21,7 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server") / "log")
+    server = Server(tmp_path_factory.mktemp("server") / "log", "--served-model-name", MODEL, "stories")
     yield server
     assert server.stop() == 0
 
@@ -27,6 +29,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_start_prints_model_names_and_working_curl_line(server: Server) -> None:
+    curl_line = re.compile(r"^curl .*(http\S+).*'(\{.*\})'$", re.MULTILINE)
+    while not (curl := curl_line.search(printed := server.log.read_text())):  # it answers a moment before it prints
+        time.sleep(0.01)
+    assert re.search(r"^quire \d", printed, re.MULTILINE)
+    assert f"{MODEL}, stories: " in printed
+    assert re.search(rf"ready +{server.url} after \d+\.\d s", printed)
+    answer = httpx.post(curl[1], content=curl[2], headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_completion_returns_max_tokens_and_usage(client: openai.OpenAI) -> None:
@@ -145,7 +159,7 @@ def test_errors_have_openai_types_codes_and_params(client: openai.OpenAI, server
 
 
 def test_models_tokenize_detokenize_and_version_endpoints_answer(client: openai.OpenAI, server: Server) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [model.id for model in client.models.list()] == [MODEL, "stories"]
     assert client.models.retrieve(MODEL).id == MODEL
     tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "Hello, fox"}).json()
     assert tokens["max_model_len"] == 2048

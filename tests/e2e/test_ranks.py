@@ -27,10 +27,10 @@ from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.engine.harness import request, run
-from tests.tiers import slow
 
 MISSING = CpuBackend().missing_reason
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
@@ -84,7 +84,6 @@ def started(tmp_path: Path) -> Iterator[Start]:
         server.process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dividing", [1, 2], ids=["heads", "tokens"])
 def test_in_process_engine_error_names_killed_rank(dividing: int) -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
@@ -103,7 +102,6 @@ def test_in_process_engine_error_names_killed_rank(dividing: int) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.slow
 def test_in_process_engine_error_names_killed_pipeline_stage() -> None:
     """The other stage does not end by itself: it learns of the first one's end from the engine."""
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}
@@ -123,9 +121,8 @@ def test_in_process_engine_error_names_killed_pipeline_stage() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("tensor", 2), ("pipeline", 2), *slow(("tensor", 4), ("pipeline", 3), ("decode-context", 2))]
+    ("how", "ranks"), [("tensor", 2), ("pipeline", 2), ("tensor", 4), ("pipeline", 3), ("decode-context", 2)]
 )
 async def test_answers_are_unchanged_when_ranks_are_killed(how: str, ranks: int, started: Start) -> None:
     server, mark = started(ranks, how=how)
@@ -155,7 +152,6 @@ async def test_answers_are_unchanged_when_ranks_are_killed(how: str, ranks: int,
     assert marked(mark) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tensor", "pipeline"])
 @pytest.mark.parametrize("way", ["SIGTERM", "stopped", "starting"])
 def test_no_rank_outlives_server(way: str, how: str, started: Start) -> None:
@@ -172,7 +168,6 @@ def test_no_rank_outlives_server(way: str, how: str, started: Start) -> None:
     wait_until(lambda: marked(mark) == {}, f"{marked(mark)} are left")
 
 
-@pytest.mark.slow
 def test_serve_rejects_tensor_parallel_size_that_does_not_divide_heads() -> None:
     mark = uuid.uuid4().hex
     quire = Path(sys.executable).with_name("quire")

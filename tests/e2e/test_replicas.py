@@ -111,19 +111,14 @@ async def test_replicas_share_load_by_prefix_and_keep_tokens_after_kill() -> Non
         assert client.engine_core.replays > 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_answers_are_unchanged_when_replicas_are_killed(tmp_path: Path) -> None:
     flags = ("--threads", "2", "--tool-call-parser", "hermes")
-    server = Server(tmp_path / "one", *flags)
-    try:
+    with Server(tmp_path / "one", *flags) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
             expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
-    finally:
-        server.stop()
-    server = Server(tmp_path / "two", *flags, "--data-parallel-size", "2")
     rng = random.Random(2)
-    try:
+    with Server(tmp_path / "two", *flags, "--data-parallel-size", "2") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
 
             async def kill() -> None:
@@ -140,12 +135,8 @@ async def test_answers_are_unchanged_when_replicas_are_killed(tmp_path: Path) ->
         assert server.metric("quire:engine_deaths_total") == KILLS
         assert server.metric("quire:quarantined_requests_total") == 0
         assert server.stop() == 0
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
-@pytest.mark.slow
 def test_llm_with_data_parallel_replicas_equals_single_engine() -> None:
     prompts = [f"Number {number}: once upon a time" for number in range(12)]
     params = LLMParams(max_tokens=10, temperature=0.8, seed=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -30,8 +29,7 @@ def test_sent_weights_are_used_and_freed_after_server_kill(tmp_path: Path) -> No
         {name: each + torch.randn_like(each) for name, each in load_file(Path(DEMO_MODEL) / FILE).items()}, other / FILE
     )
     already = _received()
-    server = Server(tmp_path / "log", "--dtype", "float32", "--threads", "1")
-    try:
+    with Server(tmp_path / "log", "--dtype", "float32", "--threads", "1") as server:
         before = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
         command = [
             sys.executable,
@@ -47,9 +45,6 @@ def test_sent_weights_are_used_and_freed_after_server_kill(tmp_path: Path) -> No
         assert before["choices"][0]["text"] != after["choices"][0]["text"]
         received = _received() - already
         assert received
-    finally:
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
     while any(file.exists() for file in received):  # bounded by pytest's timeout
         time.sleep(0.05)
 

@@ -14,10 +14,7 @@ from tests.e2e.server import Server
 
 pytestmark = pytest.mark.slow
 PAGES = 120
-WAYS = {
-    "one": ("--kv-offload-memory", "1"),
-    "api processes": ("--kv-offload-memory", "1", "--api-server-count", "2"),
-}
+WAYS = {"one": ("--kv-offload-memory", "1"), "api processes": ("--kv-offload-memory", "1", "--api-server-count", "2")}
 
 
 @pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)

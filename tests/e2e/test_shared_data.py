@@ -30,12 +30,8 @@ NEW = httpx.Limits(max_keepalive_connections=0)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("shared")
-    started = Server(folder / "log", *SMALL, "--data-dir", str(folder / "data"), "--api-server-count", "3")
-    try:
+    with Server(folder / "log", *SMALL, "--data-dir", str(folder / "data"), "--api-server-count", "3") as started:
         yield started
-    finally:
-        started.process.kill()
-        started.process.wait()
 
 
 @pytest.fixture

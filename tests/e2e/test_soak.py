@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Server, children
 from tests.e2e.streams import COMPLETIONS, KINDS
 
 CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
@@ -53,9 +53,8 @@ class Footprint:
 
 def forker(server: Server) -> int:
     """The process that forks the body workers. Workers are replaced, and a limit bounds their memory."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return next(int(child) for child in children if b"server.workers" in Path(f"/proc/{child}/cmdline").read_bytes())
+    (pid,) = children(server.process.pid, b"quire.server.workers")
+    return pid
 
 
 def slope(points: list[tuple[int, int]]) -> float:

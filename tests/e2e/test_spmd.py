@@ -25,10 +25,7 @@ from tests.e2e.streams import KINDS, answer, ask_until
 from tests.e2e.test_ranks import marked, ranks_of, wait_until
 from tests.engine.harness import request, run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 STREAMS = 8
 KILLS = int(os.environ.get("TEST_KILLS", "3"))
 
@@ -60,7 +57,6 @@ def server(tmp_path: Path) -> Iterator[tuple[Server, str]]:
     running.process.wait()
 
 
-@pytest.mark.slow
 async def test_answers_are_unchanged_when_ranks_are_killed(server: tuple[Server, str]) -> None:
     quire_server, mark = server
     async with httpx.AsyncClient(base_url=quire_server.url, timeout=280) as client:
@@ -84,7 +80,6 @@ async def test_answers_are_unchanged_when_ranks_are_killed(server: tuple[Server,
     assert marked(mark) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL", "stopped"])
 def test_no_rank_outlives_server(way: str, server: tuple[Server, str]) -> None:
     quire_server, mark = server

@@ -17,15 +17,11 @@ import httpx
 import pytest
 
 from quire.kernels.cpu.backend import CpuBackend
-from tests.e2e.server import Server
+from tests.e2e.server import Server, children
 from tests.e2e.streams import KINDS, answer
-from tests.tiers import slow
 
 MISSING = CpuBackend().missing_reason
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 SECONDS = 30.0
 """Every request ends within this time, or half of it if the machine is idle enough to start an engine soon."""
 HEARTBEAT = 4.0
@@ -33,14 +29,6 @@ HEARTBEAT = 4.0
 WORKER, FOLLOWER = b"quire.server.workers.worker", b"quire.engine.worker.ranks.follower"
 TEXT = "The fox and the crow. " * 5000
 """A body so large that only body workers read it."""
-
-
-def children(pid: int, module: bytes) -> list[int]:
-    child_pids = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        pids = map(int, (task / "children").read_text().split())
-        child_pids += [each for each in pids if module in Path(f"/proc/{each}/cmdline").read_bytes()]
-    return child_pids
 
 
 def forkers(server: Server) -> list[int]:
@@ -107,14 +95,13 @@ async def post_response(client: httpx.AsyncClient) -> Any:
     return [part["text"] for item in output for part in item["content"]]
 
 
-@pytest.mark.parametrize("name", ["worker", "rank", *slow("forker", "engine", "stage", "replica", "api process")])
+@pytest.mark.parametrize("name", PROCESSES)
 async def test_every_request_ends_while_one_process_is_stopped(name: str, tmp_path: Path) -> None:
     kind = PROCESSES[name]
     if name in ("rank", "stage") and MISSING is not None:
         pytest.skip(MISSING)
     flags = ("--threads", "2", "--engine-heartbeat-timeout", str(HEARTBEAT), *kind.flags)
-    server = Server(tmp_path / "log", *flags)
-    try:
+    with Server(tmp_path / "log", *flags) as server:
         # Every request opens its own connection, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0, max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
@@ -135,18 +122,10 @@ async def test_every_request_ends_while_one_process_is_stopped(name: str, tmp_pa
                 assert end == expected[what], "another process has taken its place"
             assert server.process.poll() is None
             assert server.metric("quire:quarantined_requests_total") == 0
-    except BaseException:
-        print(server.log.read_text())
-        raise
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
-@pytest.mark.slow
 async def test_api_processes_return_503_and_errors_while_leader_is_stopped(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", "--threads", "2", "--api-server-count", "2")
-    try:
+    with Server(tmp_path / "log", "--threads", "2", "--api-server-count", "2") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             expected = {what: await ask(client) for what, ask in ASKS.items()}
             os.kill(server.process.pid, signal.SIGSTOP)
@@ -159,14 +138,10 @@ async def test_api_processes_return_503_and_errors_while_leader_is_stopped(tmp_p
             while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             assert {what: await ask(client) for what, ask in ASKS.items()} == expected
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 async def test_sigusr1_logs_thread_stacks_and_ends_no_process(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", "--threads", "2")
-    try:
+    with Server(tmp_path / "log", "--threads", "2") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             await ASKS["tokenize"](client)
             pids = [server.process.pid, *server.engine_pids(), *forkers(server), *workers(server)]
@@ -178,9 +153,6 @@ async def test_sigusr1_logs_thread_stacks_and_ends_no_process(tmp_path: Path) ->
         assert pids == [server.process.pid, *server.engine_pids(), *forkers(server), *workers(server)]
         written = server.log.read_text()
         assert all(f'{name}", line' in written for name in ("serve.py", "engine_core_process.py", "worker.py"))
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 async def answer_or_error(client: httpx.AsyncClient, what: str) -> tuple[str, Any]:

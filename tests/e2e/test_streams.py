@@ -125,10 +125,7 @@ def content(reader: Reader) -> dict[int, list[Any]]:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("count", "kills", "processes"),
-    [(16, 2, 2), pytest.param(16, 2, 1, marks=pytest.mark.slow), pytest.param(64, 3, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("count", "kills", "processes"), [(16, 2, 2), (16, 2, 1), (64, 3, 2)])
 async def test_resumed_streams_equal_uncut_streams_after_process_kills(
     count: int, kills: int, processes: int, tmp_path: Path
 ) -> None:

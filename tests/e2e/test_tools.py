@@ -28,11 +28,8 @@ MUST: list[Any] = ["required", {"type": "function", "function": {"name": "weathe
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     log: Path = tmp_path_factory.mktemp("server") / "log"
-    server = Server(log, "--tool-call-parser", "hermes", "--threads", "1")
-    try:
+    with Server(log, "--tool-call-parser", "hermes", "--threads", "1") as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("choice", MUST, ids=["required", "named"])

@@ -15,14 +15,10 @@ import pytest
 
 from quire.server.cli.chat import open_client_or_start_server
 from quire.server.config import ServerConfig
+from tests.e2e.server import children
 
 SMALL = ("--num-kv-blocks", "256", "--max-model-len", "2048", "--max-num-seqs", "8", "--threads", "1")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
-
-
-def child_pids(pid: int, module: str) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in children if module in Path(f"/proc/{each}/cmdline").read_text()]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -54,7 +50,7 @@ def test_server_answers_and_drains_on_unix_socket(count: int, tmp_path: Path) ->
         assert curl.stdout.rstrip().endswith("data: [DONE]")
         with open_client_or_start_server(f"unix:{socket_path}", ServerConfig(), None, None) as http:
             assert http.get("models").status_code == 200, "`quire chat --url unix:…`"
-        for pid in child_pids(process.pid, "api_process")[:1] if count > 1 else ():
+        for pid in children(process.pid, b"api_process")[:1] if count > 1 else ():
             os.kill(pid, signal.SIGKILL)
             for _ in range(10):
                 with connect() as http:

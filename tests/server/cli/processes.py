@@ -1,4 +1,4 @@
-"""Parents, children and states of processes, from /proc."""
+"""Descendants of processes, and their ends, from /proc."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.server import children
+
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None if it has ended."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return None
-    return state, int(parent)
-
-
-def children(pid: int) -> list[int]:
-    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    return [child for child, stat in stats.items() if stat is not None and stat[1] == pid and stat[0] != "Z"]
 
 
 def parent(pid: int) -> int | None:
     """None if the process has ended."""
-    stat = _stat(pid)
-    return None if stat is None else stat[1]
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def descendants(pid: int) -> list[int]:
@@ -37,17 +27,18 @@ def descendants(pid: int) -> list[int]:
 
 def engines(pid: int) -> list[int]:
     """The children of a server that are engine processes; a server that is starting has workers too."""
-    return [child for child in children(pid) if b"quire.engine.main" in _command(child)]
+    return children(pid, b"quire.engine.main")
 
 
-def _command(pid: int) -> bytes:
+def has_ended(pid: int) -> bool:
+    """True if a process has ended, though some of its threads may still be exiting."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
-        return b""
+        return True
 
 
 def wait_until_gone(pid: int) -> None:
     """pytest's timeout bounds the wait."""
-    while (stat := _stat(pid)) is not None and stat[0] != "Z":
+    while not has_ended(pid):
         time.sleep(0.05)

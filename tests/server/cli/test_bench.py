@@ -36,7 +36,8 @@ from quire.server.cli.bench.start import measure_time_to_first_token
 from quire.server.cli.bench.stream_client import StreamClient, StreamError
 from quire.server.cli.bench.workload import random_prompts_and_warmup, read_jsonl_prompts
 from quire.server.cli.main import main
-from tests.server.cli.processes import children, needs_proc, wait_until_gone
+from tests.e2e.server import children
+from tests.server.cli.processes import needs_proc, wait_until_gone
 
 Script = Callable[[str, dict[str, Any]], bytes]
 """From path and body of a request to the bytes of its whole HTTP response."""
@@ -268,11 +269,7 @@ def test_prompts_from_file_are_sent_unchanged(tmp_path: Path) -> None:
         flags = ("--prompts", str(path), "--num-requests", "3", "--concurrency", "1", "--warmup", "0")
         status, report = bench(server, *flags, "--output-len", "6", "--model", "m", tmp_path=tmp_path)
     assert status == 0
-    assert [head.split()[1] for head in server.heads] == [
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/completions",
-    ]
+    assert [head.split()[1] for head in server.heads] == ["/v1/completions", "/v1/chat/completions", "/v1/completions"]
     first, second, third = server.bodies
     assert (first["prompt"], first["top_p"], second["messages"]) == ("Once", 0.5, talk)
     assert first == third
@@ -357,12 +354,7 @@ def test_stream_client_rejects_invalid_url(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--concurrency", "0"],
-        ["--request-rate", "-1"],
-        ["--input-len", "4", "--shared-prefix", "5"],
-    ],
+    "flags", [["--concurrency", "0"], ["--request-rate", "-1"], ["--input-len", "4", "--shared-prefix", "5"]]
 )
 def test_invalid_bench_flag_exits_2(flags: Sequence[str]) -> None:
     with pytest.raises(SystemExit) as caught:

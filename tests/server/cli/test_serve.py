@@ -23,7 +23,8 @@ from quire.engine.common.errors import ConfigError
 from quire.server.cli.announcement import listen_url
 from quire.server.cli.main import main
 from quire.server.http.listener import bind_tcp_socket
-from tests.server.cli.processes import children, engines, needs_proc, wait_until_gone
+from tests.e2e.server import children
+from tests.server.cli.processes import engines, needs_proc, wait_until_gone
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -82,24 +83,6 @@ def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tup
         process.communicate()
 
 
-def test_serve_prints_model_names_and_working_curl_line() -> None:
-    with serving("--served-model-name", "tales", "stories") as (process, base, printed):
-        assert printed.startswith("quire ")
-        assert "tales, stories: " in printed
-        assert re.search(r"ready +http://127\.0\.0\.1:\d+ after \d+\.\d s", printed)
-        curl = next(line for line in printed.splitlines() if line.startswith("curl"))
-        body = re.search(r"'(\{.*\})'", curl)
-        address = re.search(r"http\S+", curl)
-        assert body
-        assert address
-        answer = httpx.post(address.group(), content=body.group(1), headers={"Content-Type": "application/json"})
-        assert answer.status_code == 200
-        assert answer.text.endswith("data: [DONE]\n\n")
-        assert httpx.get(f"{base}/v1/models").json()["data"][0]["id"] == "tales"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-
-
 @pytest.mark.slow
 def test_serve_logs_line_per_request() -> None:
     with serving() as (process, base, _):
@@ -108,10 +91,8 @@ def test_serve_logs_line_per_request() -> None:
         assert re.search(r"INFO GET /v1/models 200 in \d+ ms\n", process.stderr.readline())
 
 
-OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_drains_open_stream_and_exits_0(number: signal.Signals) -> None:
     """After the signal an open stream continues to its [DONE]; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -178,19 +159,6 @@ def test_serve_keeps_sighup_ignored_and_handles_ignored_sigint() -> None:
             assert httpx.get(f"{base}/health").status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-
-
-@pytest.mark.slow
-def test_second_ctrl_c_exits_immediately() -> None:
-    body = {"prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
-    with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
-        assert process.stderr is not None
-        lines = stream.iter_lines()  # keep the reference: the iterator's end would close the connection
-        assert next(lines).startswith("data: {")
-        process.send_signal(signal.SIGINT)
-        assert "draining: " in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
 
 
 @pytest.mark.slow
@@ -271,7 +239,7 @@ def test_port_in_use_is_reported_before_model_loads() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

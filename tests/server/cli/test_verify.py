@@ -91,11 +91,7 @@ def test_verify_rejects_data_parallel_size() -> None:
 def test_results_table_marks_failed_and_unexercised_checks(capsys: pytest.CaptureFixture[str]) -> None:
     info = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
     print_check_results(
-        info,
-        [
-            CheckResult("batched", "all at once", 8, 99, 3, True),
-            CheckResult("preempted", "no", 8, 99, 0, False),
-        ],
+        info, [CheckResult("batched", "all at once", 8, 99, 3, True), CheckResult("preempted", "no", 8, 99, 0, False)]
     )
     text = capsys.readouterr().out
     for part in ("batch-dependent", "DIFFERENT", "not exercised"):
