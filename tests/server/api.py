@@ -46,12 +46,15 @@ class Api:
         assert response.status_code == status, response.text
         return response.json()
 
-    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Return the events of a stream without the last one, which must be [DONE]."""
+    async def stream_text(self, path: str, body: dict[str, Any]) -> str:
         response = await self.http.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
-        events = parse_events(response.text)
+        return response.text
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the events of a stream without the last one, which must be [DONE]."""
+        events = parse_events(await self.stream_text(path, body))
         assert events.pop() == "[DONE]"
         return events
 
@@ -82,13 +85,26 @@ def describe_api() -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def open_api(
-    engine: FakeEngine, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
-) -> AsyncIterator[Api]:
-    app = make_app(engine, defaults=defaults, chat_template=chat_template, **options)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+async def open_http(app: FastAPI, client: tuple[str, int] = ("127.0.0.1", 123)) -> AsyncIterator[httpx.AsyncClient]:
+    """Start the app; its HTTP client comes from the address and port `client`."""
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False, client=client)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
     ):
-        yield Api(engine, app, http, AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http))
+        yield http
+
+
+@asynccontextmanager
+async def open_app(app: FastAPI, engine: Any) -> AsyncIterator[Api]:
+    async with open_http(app) as http:
+        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
+        yield Api(engine, app, http, openai)
+
+
+@asynccontextmanager
+async def open_api(
+    engine: FakeEngine, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
+) -> AsyncIterator[Api]:
+    async with open_app(make_app(engine, defaults=defaults, chat_template=chat_template, **options), engine) as api:
+        yield api

@@ -18,6 +18,14 @@ async def api() -> AsyncIterator[Api]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+async def idle_api() -> AsyncIterator[Api]:
+    """As `api`, one for all tests of a file that send only what is rejected before it reaches the engine."""
+    async with open_api(FakeEngine(hashed(b"abc"))) as opened:
+        yield opened
+        assert not opened.engine.seen
+
+
 @pytest.fixture(autouse=True)
 def statements_read_no_whole_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For every statement that a test makes the store run."""

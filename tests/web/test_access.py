@@ -106,20 +106,7 @@ def test_every_control_is_reached_by_tab_key(browser: Browser, server: Server) -
     for _ in range(40):
         ActionChains(browser.driver).send_keys(Keys.TAB).perform()  # send_keys of a file field takes file names
         reached.append(browser.run(focused))
-    expected = [
-        "skip",
-        "brand",
-        "to-playground",
-        "to-dashboard",
-        "key-button",
-        "theme",
-        "talks-search",
-        "talks-import",
-        "clear",
-        "as-curl",
-        "attach",
-        "draft",
-        "send",
-    ]
+    expected = ["skip", "brand", "to-playground", "to-dashboard", "key-button", "theme", "talks-search", "talks-import"]
+    expected += ["clear", "as-curl", "attach", "draft", "send"]
     assert [each for each in reached if each in expected][: len(expected)] == expected
     assert {"preset", "model", "temperature", "logprobs"} <= set(reached)

@@ -20,16 +20,8 @@ KEYS = ["first", "second"]
 COMPLETIONS = "/v1/completions"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "PROPFIND"]
 LLAMA_CPP_PATHS = ("/completion", "/infill", "/slots")
-UNKNOWN_PATHS = [
-    "/web",
-    "/v1/nowhere",
-    "/openapi.json",
-    "/docs",
-    "/v1/engine/",
-    "/v1/engine/x",
-    "/v1//health",
-    "/health/",
-]
+UNKNOWN_PATHS = ["/web", "/v1/nowhere", "/openapi.json", "/docs", "/v1/engine/", "/v1/engine/x"]
+UNKNOWN_PATHS += ["/v1//health", "/health/"]
 WRONG_HEADERS = [
     {},
     *(

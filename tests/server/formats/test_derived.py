@@ -30,6 +30,7 @@ from tests.server.formats.templates import OWN
 from tests.server.formats.test_tools_grammar import TOOLS as STRICT_TOOLS
 from tests.server.formats.test_tools_grammar import check_arguments, walk
 from tests.texts import CHATML, SHARED, shared
+from tests.tiers import examples
 
 PATHS = {path.stem: path for path in sorted((SHARED / "templates").glob("*.jinja"))}
 NONE_SHOWN = {
@@ -59,7 +60,7 @@ FREE_LISTS = {"MiniMax-M3", "escaped_attributes"}
 """Templates whose lists and objects are unconstrained in a grammar."""
 SETS = int(os.environ.get("TEST_TOOL_SETS", "25"))
 """Sets of calls per template when every split is tried: 200 take about 20 minutes."""
-slowly = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=12)
+slowly = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(12))
 
 
 @cache

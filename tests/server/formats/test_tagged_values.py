@@ -24,6 +24,7 @@ from quire.server.formats.message_parser import AssistantMessageParser
 from quire.server.formats.tools.tool_parser import Tool
 from tests.server.formats.proof import Call, read, words
 from tests.server.formats.test_derived import PATHS, subject
+from tests.tiers import examples
 
 STRING, NULL = {"type": "string"}, {"type": "null"}
 MAYBE = {"anyOf": [STRING, NULL]}
@@ -130,7 +131,7 @@ def render_answer(name: str, made: list[Call]) -> str:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", tagged())
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=10)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(10))
 @given(text=words(" ", "null", "01", "{", "["), key=st.sampled_from(TEXT), data=st.data())
 def test_tagged_string_values_round_trip_and_fit_grammar(name: str, text: str, key: str, data: st.DataObject) -> None:
     if text in ("null", subject(name).formats.tool_format.arguments.spelling.null):  # type: ignore[union-attr]

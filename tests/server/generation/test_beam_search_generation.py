@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from quire.engine.offline.in_process_client import InProcessClient
-from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
+from tests.server.api import VOCAB_SIZE, Api, make_app, open_api, open_http
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import save_tiny_model
 
@@ -91,7 +90,7 @@ async def test_chat_beam_search_returns_n_choices_and_honors_ignore_eos() -> Non
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (3, 1.0), (4, 0.5)])
+@pytest.mark.parametrize(("width", "length_penalty"), [(3, 1.0), (1, 1.0), (4, 0.5)])
 async def test_beam_search_equals_transformers(width: int, length_penalty: float, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE)
     prompt = [72, 101, 108, 108, 111] * 4
@@ -109,10 +108,7 @@ async def test_beam_search_equals_transformers(width: int, length_penalty: float
     )
     app = make_app(InProcessClient(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
     body = {"prompt": prompt, "n": width, "max_tokens": 8, "use_beam_search": True, "length_penalty": length_penalty}
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://quire") as http,
-    ):
+    async with open_http(app) as http:
         response = await http.post(COMPLETIONS, json={**body, "ignore_eos": True, "return_token_ids": True})
     assert response.status_code == 200, response.text
     assert [choice["token_ids"] for choice in response.json()["choices"]] == expected[:, len(prompt) :].tolist()
@@ -182,10 +178,9 @@ async def test_beam_search_cancelled_in_first_step_returns_empty_choices() -> No
     ],
     ids=str,
 )
-async def test_beam_search_rejects_unsupported_fields(api: Api, fields: dict[str, Any]) -> None:
-    error = (await api.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, **fields}, 400))["error"]
+async def test_beam_search_rejects_unsupported_fields(idle_api: Api, fields: dict[str, Any]) -> None:
+    error = (await idle_api.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, **fields}, 400))["error"]
     assert error["param"] == next(iter(fields))
-    assert not api.engine.seen
 
 
 async def test_beam_search_rejects_structured_outputs(api: Api) -> None:

@@ -29,7 +29,7 @@ from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ServerContext
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import VOCAB_SIZE
+from tests.server.api import VOCAB_SIZE, open_http
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
@@ -72,11 +72,7 @@ async def open_multi_model_app(*names: str, **options: Any) -> AsyncIterator[tup
         config,
         Tenants(config),
     )
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
-    ):
+    async with open_http(app) as http:
         try:
             yield app.state.server, http
         finally:

@@ -23,7 +23,7 @@ from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ServerContext
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import VOCAB_SIZE
+from tests.server.api import VOCAB_SIZE, open_http
 from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
@@ -59,10 +59,7 @@ async def open_app(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngin
     app = create_multi_model_app(
         ModelManager(settings, open_model), settings, AddedModels(settings, None), config, Tenants(config)
     )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://quire") as http,
-    ):
+    async with open_http(app) as http:
         yield engines, http, app.state.server
 
 

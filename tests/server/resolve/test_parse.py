@@ -27,11 +27,7 @@ CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
         ),
         (ChatRequest, {"tool_choice": "requird"}, f"{CHOICES}; did you mean required?"),
         (ChatRequest, {"tool_choice": 5}, CHOICES),
-        (
-            ChatRequest,
-            {"stop": [["a"]]},
-            "string; stop[0]: Input should be a valid string",
-        ),
+        (ChatRequest, {"stop": [["a"]]}, "string; stop[0]: Input should be a valid string"),
         (ChatRequest, {"messages": [{"content": "a"}]}, "messages[0].role: Field required"),
         (ChatRequest, {"messages": [{"role": None}]}, "messages[0].role: Input should be a valid string"),
         (ChatRequest, {"messages": None}, "messages: Field required"),

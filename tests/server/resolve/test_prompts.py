@@ -19,6 +19,7 @@ from quire.server.served_model import ServedModel, ServedModelSpec
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.texts import CHATML, SHARED, Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+from tests.tiers import examples
 from tests.tree import ROOT
 
 PATH = "/v1/chat/completions"
@@ -158,9 +159,9 @@ def test_split_into_slices_preserves_text_within_bounds(piece: str, length: int)
     assert all(len(each) >= SLICE_CHARACTERS // 2 for each in slices[:-1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("named", TOKENIZERS, ids=lambda named: named.name)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60) | st.text(min_size=1, max_size=9),
     st.integers(SLICE_CHARACTERS + 1, 6 * SLICE_CHARACTERS),

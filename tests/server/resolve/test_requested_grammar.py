@@ -243,6 +243,7 @@ def test_sampling_params_with_grammar_survive_msgpack() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
+@pytest.mark.slow
 def test_importing_app_does_not_import_llguidance() -> None:
     script = "import sys, quire.server.app; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -23,7 +23,7 @@ from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, Prompt
 from quire.server.generation.response_writers.completion_chunks import ChatWriter
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import Api, open_api, parse_events
+from tests.server.api import Api, open_api, open_http, parse_events
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
 from tests.server.formats.test_tools import PARTS, ROME, TWO_CALLS, slowly
@@ -403,8 +403,7 @@ async def serve_token_ids(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator
     app = create_app(
         EngineClient(engine), ServedModelSpec(config, tokenizer, tokenizer.vocab_size, {}), launch_process=FORKED
     )
-    transport = httpx.ASGITransport(app=app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
+    async with open_http(app) as http:
         yield http
 
 

@@ -42,11 +42,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("/apply-template", {"messages": LATE}, "developer->user at messages[2]"),
     ("/tokenize", {"messages": LATE}, "developer->user at messages[2]"),
     ("/v1/responses/input_tokens", {"input": LATE}, "system->user at input[2]"),
-    (
-        "/v1/messages/count_tokens",
-        {"messages": [*LATE[:2], system("DEVA")]},
-        "system->user at messages[2]",
-    ),
+    ("/v1/messages/count_tokens", {"messages": [*LATE[:2], system("DEVA")]}, "system->user at messages[2]"),
 ]
 
 

@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
@@ -23,7 +21,7 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModelSpec
 from tests.adapters import save_adapter
-from tests.server.api import Api
+from tests.server.api import Api, open_app
 from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -53,13 +51,8 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}), modules, launch_process=FORKED)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
-    ):
-        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.engine_core, app, http, openai)  # type: ignore[arg-type]
+    async with open_app(app, client.engine_core) as api:
+        yield api
 
 
 def completion_body(name: str, **more: Any) -> dict[str, Any]:

@@ -144,8 +144,7 @@ async def test_reported_answer_parses_as_intended_in_every_api(case: str, ask: A
 
 
 @pytest.mark.parametrize(
-    ("number", "name"),
-    [("01", QWEN35), ("08", HERMES), ("09", QWEN35), ("10", QWEN35), ("15", QWEN35), ("18", LLAMA)],
+    ("number", "name"), [("01", QWEN35), ("08", HERMES), ("09", QWEN35), ("10", QWEN35), ("15", QWEN35), ("18", LLAMA)]
 )
 async def test_reported_request_yields_expected_calls(number: str, name: str) -> None:
     (path,) = shared("cases").glob(f"{number}_*.json")

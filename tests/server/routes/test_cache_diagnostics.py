@@ -309,9 +309,9 @@ async def test_diagnostics_are_unavailable_without_prefix_cache() -> None:
         (RESPONSES, {"prompt_cache_options": 1}, "prompt_cache_options"),
     ],
 )
-async def test_malformed_diagnostics_are_rejected(api: Api, path: str, fields: dict[str, Any], named: str) -> None:
+async def test_malformed_diagnostics_are_rejected(idle_api: Api, path: str, fields: dict[str, Any], named: str) -> None:
     body = message_body(**fields) if path == MESSAGES else response_body(**fields)
-    answer = await api.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    answer = await idle_api.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["message"].startswith(named)

@@ -115,19 +115,8 @@ async def test_malformed_last_event_ids_are_rejected(tmp_path: Path) -> None:
         id, last = whole.headers["x-stream-id"], ids(whole.content)[-1]
         ends = ("", ":", ":1", ":1.2", ":-1.0.0", ":1.1.1.1", ":+1.1.1", ":1.1.1 x", ":1..1", ":\u0661.1.1", ":1,1,1")
         nonsense = [f"{id}{end}" for end in ends] + [f"{id}:{'1.' * 5000}1", f"{id}:{'9' * 400}.1.1"]
-        nonsense += [
-            "",
-            "x",
-            ":",
-            "::",
-            "a:1.1.1",
-            "../../x:1.1.1",
-            "a/b:1.1.1",
-            "?a=b:1.1.1",
-            "%00:1.1.1",
-            "\u00e9:1.1.1",
-        ]
-        nonsense += [f"{other['x-stream-id']}:1.1.1", "*", "-", "null", "0", "{}"]
+        nonsense += ["a:1.1.1", "../../x:1.1.1", "a/b:1.1.1", "?a=b:1.1.1", "%00:1.1.1", "\u00e9:1.1.1"]
+        nonsense += [f"{other['x-stream-id']}:1.1.1", "", "x", ":", "::", "*", "-", "null", "0", "{}"]
         for each in nonsense:
             headers = {"Last-Event-ID": each.encode()}
             for answer in (

@@ -23,6 +23,7 @@ from quire.server.generation.resolved_request import LineRule
 from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import sentence_piece_tokenizer
+from tests.tiers import examples
 
 EOS = 258
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
@@ -142,6 +143,8 @@ async def test_infill_adds_no_sentencepiece_spaces_between_parts(api: Api) -> No
     await api.post("/infill", {"input_prefix": "ab", "prompt": "ab", "input_suffix": "ab", "n_predict": 1})
     spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
     assert last_ids(api) == [1, before, spaced, bare, between, bare, middle]
+    await api.post("/v1/completions", {"prompt": "ab", "suffix": "ab", "max_tokens": 1})
+    assert last_ids(api) == [1, before, spaced, between, bare, middle]
 
 
 async def test_long_infill_keeps_text_near_the_cursor() -> None:
@@ -202,12 +205,10 @@ async def test_vscode_infill_gets_list_of_completions() -> None:
 
 async def stream(api: Api, path: str, body: dict[str, Any]) -> list[Any]:
     """Events of a stream, which has no [DONE]."""
-    response = await api.http.post(path, json={**body, "stream": True})
-    assert response.status_code == 200, response.text
-    return parse_events(response.text)
+    return parse_events(await api.stream_text(path, body))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(st.text("ab é\n ", max_size=30), st.integers(1, 40), st.integers(1, 5), st.integers(0, 2), st.integers(1, 2))
 async def test_streamed_completion_assembles_to_whole(text: str, most: int, burst: int, indent: int, n: int) -> None:
     engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS], burst=burst)
@@ -351,8 +352,8 @@ async def test_samplers_choose_which_rare_filters_apply() -> None:
         ("/completion", {"prompt": "a", "logit_bias": [[5]]}, r"logit_bias[0][1]: Field required"),
     ],
 )
-async def test_invalid_bodies_get_llama_cpps_error(api: Api, path: str, body: dict[str, Any], words: str) -> None:
-    response = await api.http.post(path, content=json.dumps(body))
+async def test_invalid_bodies_get_llama_cpps_error(idle_api: Api, path: str, body: dict[str, Any], words: str) -> None:
+    response = await idle_api.http.post(path, content=json.dumps(body))
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["code"], error["type"]) == (400, "invalid_request_error")

@@ -30,10 +30,7 @@ THINKING = CHATML + "{# enable_thinking #}{% if enable_thinking is false %}off{%
 
 
 async def stream(api: Api, body: dict[str, Any]) -> list[Any]:
-    response = await api.http.post(PATH, json={**body, "stream": True})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    return named_events(response.text)
+    return named_events(await api.stream_text(PATH, body))
 
 
 async def refused(api: Api, body: Any, status: int = 400, path: str = PATH) -> str:
@@ -103,11 +100,7 @@ async def test_streamed_message_assembles_to_whole_message(text: str, most: int,
         ({"max_tokens": 2}, "max_tokens", None),
         ({"stop_sequences": ["l"]}, "stop_sequence", "l"),
         ({"stop_token_ids": [ord("l")]}, "end_turn", None),
-        (
-            {"max_tokens": 10_000, "ignore_eos": True},
-            "model_context_window_exceeded",
-            None,
-        ),
+        ({"max_tokens": 10_000, "ignore_eos": True}, "model_context_window_exceeded", None),
     ],
 )
 async def test_stop_reason_names_cause_whole_and_streamed(

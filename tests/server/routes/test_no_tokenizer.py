@@ -14,6 +14,7 @@ from quire.engine.text.null_tokenizer import NullTokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModelSpec
+from tests.server.api import open_http
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
 
@@ -26,8 +27,7 @@ async def open_app() -> AsyncIterator[httpx.AsyncClient]:
     config = ServerConfig(skip_tokenizer_init=True, served_model_name=["model"])
     engine = FakeEngine(scripted([SIZE - 1, 7, 8, 9], 2), eos=[2])
     app = create_app(EngineClient(engine), ServedModelSpec(config, NullTokenizer(), SIZE, {}), launch_process=FORKED)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
+    async with open_http(app) as http:
         yield http
 
 

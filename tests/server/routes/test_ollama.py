@@ -13,6 +13,7 @@ from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.formats.test_tools import TWO_CALLS
 from tests.server.resolve.test_tool_requests import EXPECTED, TOOLS, prompt, speaker
+from tests.tiers import examples
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HELLO: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
@@ -77,7 +78,7 @@ async def test_durations_sum_to_total_whole_and_streamed() -> None:
             assert min(prompt, answer) > 0
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(st.text("ab é<", max_size=30), st.integers(1, 40), st.integers(1, 5))
 async def test_streamed_ollama_answer_assembles_to_whole_answer(text: str, most: int, burst: int) -> None:
     engine = FakeEngine(scripted(text.encode(), 258), eos=[258], burst=burst, max_model_len=256)

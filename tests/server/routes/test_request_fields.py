@@ -4,7 +4,6 @@ whole.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -89,8 +88,8 @@ async def test_completion_returns_token_ids_whole_and_streamed(text: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema", "stop_regex"])
-async def test_constraint_fields_of_other_servers_are_rejected(api: Api, name: str) -> None:
-    error = await api.post("/v1/completions", {"prompt": "a", name: "a+"}, status=400)
+async def test_constraint_fields_of_other_servers_are_rejected(idle_api: Api, name: str) -> None:
+    error = await idle_api.post("/v1/completions", {"prompt": "a", name: "a+"}, status=400)
     assert error["error"]["param"] == name
     assert ("use structured_outputs" in error["error"]["message"]) is (name != "stop_regex")
 
@@ -357,17 +356,6 @@ async def test_suffix_builds_fill_in_the_middle_prompt(marks: tuple[str, str, st
             assert answer["choices"][0]["text"] == "ab"
         await api.post(COMPLETIONS, {"prompt": "Hi", "suffix": ""})
         assert engine.seen[-1].prompt_ids == ids("Hi")
-
-
-async def test_infill_suffix_has_no_sentencepiece_space(api: Api) -> None:
-    tokenizer = sentence_piece_tokenizer().tokenizer
-    marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
-    tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
-    before, between, middle = map(tokenizer.backend.token_to_id, marks)
-    api.runtime.model = dataclasses.replace(api.runtime.model, tokenizer=tokenizer)
-    await api.post(COMPLETIONS, {"prompt": "ab", "suffix": "ab"})
-    spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
-    assert api.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
 
 
 async def test_codestral_infill_puts_suffix_first() -> None:

@@ -37,10 +37,7 @@ PATCHED = (
 
 
 async def stream(api: Api, body: dict[str, Any]) -> list[Any]:
-    response = await api.http.post(PATH, json={**body, "stream": True})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    return events_of(response.text)
+    return events_of(await api.stream_text(PATH, body))
 
 
 async def test_response_has_reasoning_text_and_calls_whole_and_streamed() -> None:
@@ -265,11 +262,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "bnf", "definition": "x"}}]}, "tools", "tools[0]"),
     ({"tools": [{**PATCH, "format": {"type": "grammar", "syntax": "lark"}}]}, "tools", "tools[0]"),
-    (
-        {"tools": [patch_tool('start: "(" start? ")"')]},
-        "tools",
-        "tools[0].format: the grammar of patch: the grammar",
-    ),
+    ({"tools": [patch_tool('start: "(" start? ")"')]}, "tools", "tools[0].format: the grammar of patch: the grammar"),
     ({"tools": [patch_tool('begin: "x"')]}, "tools", "no rule named start"),
     ({"tools": [patch_tool("(", "regex")]}, "tools", "tools"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
@@ -315,13 +308,7 @@ async def test_ignored_response_fields_are_listed_in_header() -> None:
             PATH, json={**HELLO, **fields, "tools": search, "user": "me", "prompt_cache_key": "x"}
         )
     ignored = set(answer.headers["x-ignored-params"].split(", "))
-    assert ignored == {
-        "user",
-        "truncation",
-        "text.verbosity",
-        "reasoning.effort",
-        "reasoning.summary",
-    } | {
+    assert ignored == {"user", "truncation", "text.verbosity", "reasoning.effort", "reasoning.summary"} | {
         "tools.0",
         "tools.1",
     }

@@ -69,8 +69,8 @@ async def test_anthropic_cache_control_ttl_sets_keep_seconds(api: Api) -> None:
         ({"prompt_cache_retention": "1w"}, "prompt_cache_retention"),
     ],
 )
-async def test_invalid_session_fields_are_rejected(api: Api, fields: dict[str, Any], named: str) -> None:
-    answer = await api.http.post("/v1/completions", json=body("/v1/completions", **fields))
+async def test_invalid_session_fields_are_rejected(idle_api: Api, fields: dict[str, Any], named: str) -> None:
+    answer = await idle_api.http.post("/v1/completions", json=body("/v1/completions", **fields))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
 
 

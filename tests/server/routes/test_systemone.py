@@ -21,7 +21,7 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.decisions import choice_confidence, score_confidence
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import NAME
+from tests.server.api import NAME, open_http
 from tests.server.forked import FORKED
 from tests.server.routes.test_decisions import LOGITS, prompts, weighing
 
@@ -131,8 +131,7 @@ async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Engin
     app = create_app(
         client, ServedModelSpec(config, Tokenizer.from_pretrained(DEMO_MODEL), 4096, {}), launch_process=FORKED
     )
-    transport = httpx.ASGITransport(app=app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
+    async with open_http(app) as http:
         yield http, client
 
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -17,7 +16,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import Api
+from tests.server.api import Api, open_http
 from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import FORKED
 from tests.texts import SHARED
@@ -30,9 +29,8 @@ async def fetch_tokenizer_info(tokenizer: Tokenizer, **options: Any) -> dict[str
     config = ServerConfig(**options)
     files = ServedModelSpec(config, tokenizer, tokenizer.vocab_size, {})
     app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files, launch_process=FORKED)
-    transport = httpx.ASGITransport(app=app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
-        answer = await http.get("http://quire/tokenizer_info")
+    async with open_http(app) as http:
+        answer = await http.get("/tokenizer_info")
         assert answer.status_code == 200
         return dict(json.loads(answer.content))
 

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quire.engine.checkpoint.model_resolver import read_model_config
@@ -25,7 +24,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModelSpec
-from tests.server.api import Api
+from tests.server.api import Api, open_app
 from tests.server.forked import FORKED
 from tests.texts import byte_level_tokenizer, pair_tokenizer
 from tests.tiny_encoders import save_tiny_encoder
@@ -42,13 +41,8 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
     client = EngineClient(InProcessClient(config))
     pooling, _ = read_pooling_and_tasks(path, read_model_config(path), config)
     app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
-    ):
-        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.engine_core, app, http, openai)  # type: ignore[arg-type]
+    async with open_app(app, client.engine_core) as api:
+        yield api
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from quire.engine.common.errors import ConfigError
-from tests.server.api import Api, make_app, open_api
+from tests.server.api import Api, make_app, open_api, open_http
 from tests.server.fake import FakeEngine, scripted
 
 EOS = 258
@@ -22,10 +22,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hello"},
 }
 """By path, a body that is answered whole or streamed."""
-ROUTES = {
-    **{"/sleep": {}, "/wake_up": {}, "/update_weights": {"path": "/"}},
-    **{"/close_weights_group": {}},
-}
+ROUTES: dict[str, Any] = {"/sleep": {}, "/wake_up": {}, "/update_weights": {"path": "/"}, "/close_weights_group": {}}
 
 
 class RecordingEngine(FakeEngine):
@@ -54,6 +51,15 @@ class RecordingEngine(FakeEngine):
     @property
     def healthy(self) -> bool:
         return True
+
+
+@pytest.fixture(scope="module")
+async def unchanged_api() -> AsyncIterator[Api]:
+    """For requests that are rejected."""
+    engine = RecordingEngine()
+    async with open_api(engine) as api:
+        yield api
+        assert engine.changes == []
 
 
 async def get_status(api: Api, path: str) -> int:
@@ -156,11 +162,10 @@ async def test_stream_across_update_ends_with_new_weights_version(tmp_path: Path
         ({"tensors": [{"name": "a", "dtype": "float32", "shape": [0]}]}, "tensors"),
     ],
 )
-async def test_invalid_weight_update_is_rejected_with_param(body: dict[str, Any], param: str) -> None:
-    engine = RecordingEngine()
-    async with open_api(engine) as api:
-        assert (await api.post("/update_weights", body, 400))["error"]["param"] == param
-        assert engine.changes == []
+async def test_invalid_weight_update_is_rejected_with_param(
+    unchanged_api: Api, body: dict[str, Any], param: str
+) -> None:
+    assert (await unchanged_api.post("/update_weights", body, 400))["error"]["param"] == param
 
 
 async def test_unservable_weights_return_400_and_keep_version(tmp_path: Path) -> None:
@@ -189,31 +194,29 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 29500}
         (GROUP | {"timeout": 0}, "timeout"),
     ],
 )
-async def test_invalid_weights_group_is_rejected_with_param(body: dict[str, Any], param: str) -> None:
-    async with open_api(RecordingEngine()) as api:
-        assert (await api.post("/init_weights_group", body, 400))["error"]["param"] == param
-        assert (await api.post("/close_weights_group", None))["weights_version"] == "1"
+async def test_invalid_weights_group_is_rejected_with_param(
+    unchanged_api: Api, body: dict[str, Any], param: str
+) -> None:
+    assert (await unchanged_api.post("/init_weights_group", body, 400))["error"]["param"] == param
+    assert (await unchanged_api.post("/close_weights_group", None))["weights_version"] == "1"
 
 
 @pytest.mark.parametrize("query", ["level=0", "level=3", "mode=later", "refuse=perhaps"])
-async def test_invalid_sleep_query_is_rejected_with_param(query: str) -> None:
-    async with open_api(RecordingEngine()) as api:
-        error = (await api.post(f"/sleep?{query}", None, 400))["error"]
-        assert error["param"] == query.partition("=")[0]
+async def test_invalid_sleep_query_is_rejected_with_param(unchanged_api: Api, query: str) -> None:
+    error = (await unchanged_api.post(f"/sleep?{query}", None, 400))["error"]
+    assert error["param"] == query.partition("=")[0]
 
 
-@pytest.mark.parametrize("path", ROUTES)
-async def test_weight_routes_require_admin_key(path: str) -> None:
-    engine = RecordingEngine()
-    async with open_api(engine, api_key=["sk-user", "sk-other"], admin_api_key=["sk-admin"]) as api:
-        for key, expected in (("sk-user", 403), ("sk-wrong", 401), ("sk-admin", 200)):
-            answer = await api.http.post(path, json=ROUTES[path], headers={"Authorization": f"Bearer {key}"})
-            assert answer.status_code == expected, answer.text
-        elsewhere = {"Authorization": "Bearer sk-admin", "Origin": "http://elsewhere"}
-        assert (await api.http.post(path, json=ROUTES[path], headers=elsewhere)).status_code == 200
+async def test_weight_routes_require_admin_key() -> None:
+    async with open_api(RecordingEngine(), api_key=["sk-user", "sk-other"], admin_api_key=["sk-admin"]) as api:
+        for path, body in ROUTES.items():
+            for key, expected in (("sk-user", 403), ("sk-wrong", 401), ("sk-admin", 200)):
+                answer = await api.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == expected, (path, answer.text)
+            elsewhere = {"Authorization": "Bearer sk-admin", "Origin": "http://elsewhere"}
+            assert (await api.http.post(path, json=body, headers=elsewhere)).status_code == 200, path
 
 
-@pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("address", "headers", "expected"),
     [
@@ -226,14 +229,10 @@ async def test_weight_routes_require_admin_key(path: str) -> None:
     ],
 )
 async def test_weight_routes_without_keys_accept_only_local_non_browser_calls(
-    path: str, address: str, headers: dict[str, str], expected: int
+    address: str, headers: dict[str, str], expected: int
 ) -> None:
-    app = make_app(RecordingEngine())
-    transport = httpx.ASGITransport(app=app, client=(address, 1234))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
-    ):
-        answer = await http.post(path, json=ROUTES[path], headers=headers)
-        assert answer.status_code == expected, answer.text
+    async with open_http(make_app(RecordingEngine()), (address, 1234)) as http:
+        for path, body in ROUTES.items():
+            answer = await http.post(path, json=body, headers=headers)
+            assert answer.status_code == expected, (path, answer.text)
         assert (await http.get("/is_sleeping", headers=headers)).status_code == 200, "which changes nothing"

@@ -36,13 +36,7 @@ PROGRESS = msgspec.msgpack.encode(CallProgress())
 
 def batch(id: str, status: Any = "validating") -> Batch:
     return Batch(
-        id=id,
-        endpoint="e",
-        input_file_id="f",
-        completion_window="24h",
-        created_at=1,
-        expires_at=9,
-        status=status,
+        id=id, endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9, status=status
     )
 
 

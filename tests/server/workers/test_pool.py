@@ -67,13 +67,21 @@ async def wait_for_exit(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_pool_runs_job_in_other_process_and_reuses_worker() -> None:
+async def test_pool_runs_jobs_in_processes_that_end_when_it_closes() -> None:
     async with open_pool(launch=Child) as pool:
         assert pool.worker_pids == []
         worker_pid = await pool.run_job(works.pid, [b"x"], ANYBODY)
         assert worker_pid != os.getpid()
         assert pool.worker_pids == [worker_pid]
         assert await pool.run_job(works.pid, [b"x" * 5000], ANYBODY) == worker_pid
+        sleeping = asyncio.create_task(run_limited(pool, works.asleep))
+        await asyncio.sleep(0.2)
+        assert pool._fork_server is not None
+        pids = {worker_pid, pool._fork_server.pid, *pool.worker_pids}
+    for pid in pids:
+        await wait_for_exit(pid)
+    with pytest.raises(InvalidRequest):
+        await sleeping
 
 
 async def test_worker_receives_body_sent_in_chunks() -> None:
@@ -94,7 +102,7 @@ async def test_worker_errors_are_raised_in_pool_caller() -> None:
 
 
 async def test_workers_do_not_receive_api_keys() -> None:
-    async with open_pool(launch=Child) as pool:
+    async with open_pool() as pool:
         assert await run_limited(pool, works.keys) == []
 
 
@@ -247,7 +255,7 @@ async def test_killed_fork_server_is_replaced() -> None:
 
 
 async def test_jobs_survive_fork_server_death_during_fork_requests() -> None:
-    async with open_pool(launch=Child) as pool:
+    async with open_pool() as pool:
         await run_limited(pool, works.pid)
         assert pool._fork_server is not None
         os.kill(pool._fork_server.pid, signal.SIGSTOP)
@@ -280,19 +288,6 @@ async def test_fork_server_that_cannot_start_raises_engine_error(monkeypatch: py
     async with open_pool(launch=Child) as pool:
         with pytest.raises(EngineError):
             await run_limited(pool, works.pid)
-
-
-async def test_closed_pool_ends_all_processes() -> None:
-    async with open_pool(launch=Child) as pool:
-        pids = [await run_limited(pool, works.pid)]
-        sleeping = asyncio.create_task(run_limited(pool, works.asleep))
-        await asyncio.sleep(0.2)
-        assert pool._fork_server is not None
-        pids += [pool._fork_server.pid, *pool.worker_pids]
-    for pid in pids:
-        await wait_for_exit(pid)
-    with pytest.raises(InvalidRequest):
-        await sleeping
 
 
 async def test_fail_jobs_fails_waiting_running_and_later_jobs() -> None:
