@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.flight import __main__ as flight
 from benchmarks.flight.finding import close
-from benchmarks.flight.plan import PLAN
+from benchmarks.flight.plan import CALLS, PLAN
 from benchmarks.flight.process import Run, beside, in_order, is_cudas, run_stage
 from benchmarks.flight.table import told
 from tests.tree import ROOT
@@ -54,8 +56,26 @@ def test_stage_gets_time_left_over_by_earlier_stages() -> None:
     assert seconds_given == [5.0, 13.0, 4.0]
 
 
-def test_stage_plan_takes_560_seconds() -> None:
-    assert sum(PLAN.values()) == 560.0
+def test_calls_take_540_and_180_seconds_and_begin_with_a_large_model_over_http() -> None:
+    assert [sum(call.values()) for call in CALLS] == [540.0, 180.0]
+    assert list(CALLS[0])[:3] == ["machine", "arrivals", "everything"]
+    assert len(PLAN) == sum(map(len, CALLS))
+
+
+def test_table_is_written_after_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flight that is cut keeps what it found."""
+    tables = list[str]()
+
+    def run(name: str, out: Path, device: str, seconds: float, again: str = "") -> Run:
+        tables.append((out / "table.txt").read_text() if (out / "table.txt").exists() else "")
+        return Run(name, again, "", 1.0)
+
+    monkeypatch.setattr(flight, "run_named_stage", run)
+    monkeypatch.setattr(flight, "beside", lambda *_: nullcontext())
+    monkeypatch.setattr(sys, "argv", ["flight", "--call", "2", "--out", str(tmp_path)])
+    assert flight.main() == 0
+    assert len(tables) == len(CALLS[1])
+    assert "flash4: held" in tables[1]
 
 
 def test_background_program_ends_with_stages(tmp_path: Path) -> None:
@@ -124,12 +144,15 @@ def test_table_begins_with_first_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_flight_on_cpu_holds_all_findings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [1, 2])
+def test_flight_on_cpu_holds_all_findings(call: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.flight", "--device", "cpu", "--out", str(tmp_path)]
+    command += ["--call", str(call)]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     table = (tmp_path / "table.txt").read_text()
     assert completed.returncode == 0, table
     assert table.startswith("everything holds")
-    for stage in PLAN:
+    for stage in CALLS[call - 1]:
         assert f"\n{stage}: held" in table
-    assert table.count("the same tokens") == 19  # 8 of engines, 5 of families' small steps, 6 of models with images
+    # First: 8 of engines, 5 of families with everything on, twice for 3, 5 of their small steps; then 6 with images.
+    assert table.count("the same tokens") == (6 if call == 2 else 21)

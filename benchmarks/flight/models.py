@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,65 @@ _ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
 
+def everything(device: torch.device, say: Say) -> None:
+    """The promises with all features on at once: same tokens as alone, and transformers' log probabilities."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as name:
+        folders = {family: Path(name, family) for family in _SMALL_STEPS}
+        for dtype, families in (
+            (torch.float32, _SMALL_STEPS),
+            (torch.bfloat16, [each for each in _SMALL_STEPS if each not in _WITH_EXPERTS]),
+        ):
+            for family in families:
+                if dtype == torch.float32:
+                    _made(folders[family], family)
+                tried(say, f"{family}, {dtype}: everything on", partial(_all_on, folders[family], dtype, device))
+
+
+def _all_on(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
+    """Graphs, small chunks beside decodes, few blocks, prefix hits, guesses and a tier, against requests alone in eager
+    steps; then the answers' log probabilities against transformers'.
+    """
+    fixed: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    fixed |= {"deterministic": True} if device.type == "cuda" else {}
+    asked = [request(str(index), prompt, 24, seed=index, logprobs=0) for index, prompt in enumerate(_PROMPTS)]
+    plain = _engine(folder, device, enforce_eager=True, enable_prefix_caching=False, **fixed)
+    wanted = {each.id: run(plain, [each])[each.id].ids for each in asked}
+    plain.shut_down()
+    free_engine_memory()
+    full = _engine(
+        folder,
+        device,
+        warmup_seconds=4.0,
+        max_num_batched_tokens=64,
+        num_kv_blocks=30,
+        kv_offload_memory=0.25,
+        speculative_config=SpeculativeConfig(method="ngram"),
+        **fixed,
+    )
+    for _ in range(3):  # the second finds prefixes and requests graphs, the third has them
+        answers = run(full, asked)
+    stats, backend = full.engine_stats, full.info.backend
+    full.shut_down()
+    if not stats.prefix_hits:
+        raise ValueError("nothing hit")
+    if device.type == "cuda" and not stats.captured_prompt_steps:
+        raise ValueError("no step with a prompt was a graph's")
+    if name := next((name for name in wanted if answers[name].ids != wanted[name]), None):
+        raise ValueError(f"prompt {name}: {answers[name].ids} and not {wanted[name]}, alone")
+    told = torch.tensor([each.logprob for one in asked for each in answers[one.id].logprobs])
+    sequences = [(prompt + answers[str(index)].ids, len(prompt)) for index, prompt in enumerate(_PROMPTS)]
+    wide = _by_transformers(folder, torch.float32, device, sequences)
+    theirs = wide if dtype == torch.float32 else _by_transformers(folder, dtype, device, sequences)
+    graphs = f"{stats.captured_prompt_steps} steps with prompts by graphs, {stats.preemptions} preemptions"
+    return f"the same tokens as alone; {close(told, wide, theirs, dtype)}; {graphs}; {backend}"
+
+
+def drafts(device: torch.device, say: Say) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tried(say, "a model that drafts, one guess more", partial(_guesses, Path(name, "drafts"), device))
+
+
 def compare(device: torch.device, say: Say) -> None:
     """Each check runs once before any repeats."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -86,7 +146,6 @@ def compare(device: torch.device, say: Say) -> None:
             tried(say, f"{family}: made", partial(_made, folder, family))
             tried(say, f"{family}, {torch.float32}", partial(_parity, folder, torch.float32, device))
         _features(folders["llama"], device, say)
-        tried(say, "a model that drafts, one guess more", partial(_guesses, Path(name, "drafts"), device))
         for family in _SMALL_STEPS:
             what = f"{family}: small steps with prompts in graphs"
             tried(say, what, partial(_small_steps, folders[family], device))
@@ -136,16 +195,18 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     return f"{close(torch.tensor(told), wide, theirs, dtype)}; {engine.info.backend}"
 
 
-def _by_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of all prompts, without their first tokens, in float32."""
+def _by_transformers(
+    folder: Path, dtype: torch.dtype, device: torch.device, sequences: Sequence[tuple[list[int], int]] = ()
+) -> torch.Tensor:
+    """In float32, of `sequences` from their index on; by default all prompts without their first tokens."""
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), []
     with torch.inference_mode():
-        for prompt in _PROMPTS:
-            ids = torch.tensor([prompt], device=device)
-            logits = model(ids).logits[0, :-1].float().log_softmax(-1)
-            found.append(logits.gather(1, ids[0, 1:, None]).squeeze(1))
+        for tokens, first in sequences or [(prompt, 1) for prompt in _PROMPTS]:
+            ids = torch.tensor([tokens], device=device)
+            logits = model(ids).logits[0, first - 1 : -1].float().log_softmax(-1)
+            found.append(logits.gather(1, ids[0, first:, None]).squeeze(1))
     return torch.cat(found)
 
 
@@ -224,6 +285,7 @@ def _guesses(folder: Path, device: torch.device) -> str:
             folder
         )
     asked = {"dtype": "bfloat16", "num_kv_blocks": 512, "max_num_seqs": 32, "skip_tokenizer_init": True}
+    asked |= {"warmup_seconds": KERNELS_ALONE}
     draft, said = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3), list[str]()
     for eager in (True, False):
         given: dict[str, Any] = asked | {"enforce_eager": eager, "speculative_config": draft}

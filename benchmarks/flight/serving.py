@@ -1,4 +1,4 @@
-"""A model of production size: one stream, a full batch, arriving requests; and HTTP."""
+"""A model of production size over HTTP and in this process; and the embedded model over HTTP."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
-from benchmarks.common.engines import Answered, answer, at_once
+from benchmarks.common.engines import at_once
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.server.cli.bench.latency_stats import arrival_times, latency_distribution
 
+_ARRIVALS = ["--request-rate", "40", "--max-concurrency", "256", "--num-requests", "512"]
+_ARRIVALS += ["--input-len", "512", "--output-len", "128"]
+_AT_ONCE = ["--concurrency", "64", "--num-requests", "128", "--input-len", "128", "--output-len", "64"]
+_DRAWN = [*_AT_ONCE, "--temperature", "0.7"]
+_SMALL_LOAD = ["--num-requests", "8", "--input-len", "32", "--output-len", "4", "--vocab", "900"]
+"""Replaces the numbers before it."""
 _BIRDS = ["hen", "cock", "chick"]
 
 
@@ -36,9 +46,6 @@ def large(device: torch.device, say: Say) -> None:
             ]
             return f"up after {found['load_s']:.1f} s; {', '.join(parts)}; no kernel in {found.get('gap', 0):.0%}"
 
-        # Before `measure`: its profiler makes later launches slower.
-        tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
-        free_engine_memory()
         tried(say, "shares of the copy's bytes and the product's operations", alone)
         if not small:
             free_engine_memory()
@@ -55,33 +62,50 @@ def _offloaded(engine: EngineCore) -> str:
     return f"{1000 * statistics.median(one.gaps):.1f} ms a token; {note}"
 
 
-def _arrivals(engine: EngineCore, streams: int) -> str:
-    """About 40 per second, prompts of 512 tokens, answers of 128."""
-    length, tokens = (64, 8) if streams < 256 else (512, 128)
-    at_once(engine, [asked("warm", length, 4)])
-    began = time.perf_counter()
-    found = answer(
-        engine,
-        [
-            (when, asked(f"arrival{index}", length, tokens))
-            for index, when in enumerate(arrival_times(2 * streams, 40.0, 0))
-        ],
-    )
-    seconds = time.perf_counter() - began
-    return _told(list(found.values()), seconds)
+def arrivals(device: torch.device, say: Say) -> None:
+    """8 billion random weights over HTTP with the server's defaults: about 40 requests per second with prompts of 512
+    tokens and answers of 128, up to 256 at once; then 64 at once, greedy and drawn.
+    """
+    _serve_large(device, say, {"256 rows, 40 arrivals/s": _ARRIVALS, "64 greedy": _AT_ONCE, "64 drawn": _DRAWN})
 
 
-def _told(found: list[Answered], seconds: float) -> str:
-    made = sum(len(each.tokens) for each in found)
-    first, gaps = (
-        latency_distribution(each.first for each in found),
-        latency_distribution(gap for each in found for gap in each.gaps),
-    )
-    assert first is not None
-    assert gaps is not None
+def flash4(device: torch.device, say: Say) -> None:
+    """The same with the image's first choice."""
+    if device.type == "cuda" and (find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None):
+        say(Finding("flash-attn 4", "not installed", held=False))
+        return
+    backend = "flash4" if device.type == "cuda" else "auto"
+    _serve_large(device, say, {"256 rows, 40 arrivals/s, flash4": _ARRIVALS}, "--attention-backend", backend)
+
+
+def _serve_large(device: torch.device, say: Say, loads: dict[str, list[str]], *options: str) -> None:
+    small = device.type == "cpu"
+    limits = ["--max-model-len", "2048"] if small else ["--max-model-len", "16384", "--max-num-seqs", "256"]
+    options = (*options, *limits, "--warmup-seconds", "10", "--device", device.type)
+    with model_directory("tiny" if small else "llama-3.1-8b") as path:
+        began = time.monotonic()
+        with served(str(path), "--load-format", "dummy", "--skip-tokenizer-init", *options) as server:
+            say(Finding("quire serve, 8 billion weights", f"ready after {time.monotonic() - began:.1f} s"))
+            for name, load in loads.items():
+                tried(say, name, lambda: _bench(server.url, [*load, *(_SMALL_LOAD if small else [])]))  # noqa: B023
+            for line in server.log.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.lstrip().startswith(("attention ", "memory ", "note ")):
+                    say(Finding("quire serve", line.strip()[:400]))
+
+
+def _bench(url: str, load: list[str]) -> str:
+    """By `quire bench serve`, a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        command = [sys.executable, "-m", "quire", "bench", "serve", "--url", url, *load, "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError((done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1])
+        found = json.loads(file.read_text(encoding="utf-8"))
+    first, gaps = found["ttft_ms"], found["itl_ms"] or {"p50": 0.0, "p99": 0.0}  # None: an event per answer
     return (
-        f"{made / seconds:.0f} tokens/s; first token {first.p50:.0f} ms, p99 {first.p99:.0f}; between tokens p99 "
-        f"{gaps.p99:.1f} ms"
+        f"{found['output_tokens_per_second']:.0f} tokens/s; first token {first['p50']:.0f} ms, p99 {first['p99']:.0f}; "
+        f"between tokens {gaps['p50']:.1f} ms, p99 {gaps['p99']:.1f}; {found['requests']} answers"
     )
 
 

@@ -17,14 +17,19 @@ from benchmarks.flight.plan import PLAN
 
 STAGES = {
     "machine": "machine.look",
-    "ranks": "ranks.ranks",
-    "http": "serving.http",
-    "compiling": "compiling.ahead",
-    "kernels": "kernels.attention",
-    "products": "kernels.products",
-    "images": "images.images",
+    "arrivals": "serving.arrivals",
+    "everything": "models.everything",
     "models": "models.compare",
     "large": "serving.large",
+    "drafts": "models.drafts",
+    "compiling": "compiling.ahead",
+    "products": "kernels.products",
+    "ranks": "ranks.ranks",
+    "tests": "marked.tests",
+    "flash4": "serving.flash4",
+    "http": "serving.http",
+    "kernels": "kernels.attention",
+    "images": "images.images",
     "cores": "machine.cores",
 }
 """A stage imports only its own module: importing all takes seconds."""
