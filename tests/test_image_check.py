@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
 import pytest
 
+from tests import image_check
 from tests.image_check import (
+    Environment,
     Package,
+    check_disk,
+    failure_line,
     find_missing_imports,
+    find_overwritten_files,
+    find_python,
     find_unpinned,
     normalize,
     python_steps,
@@ -62,3 +72,48 @@ def test_every_import_belongs_to_a_pinned_package() -> None:
     assert [each.partition(" imports ")[2] for each in find_missing_imports([*without, Package("triton", "", ())])] == [
         "yaml, of pyyaml: the image lacks it"
     ]
+
+
+def test_failing_step_is_reported_in_one_line(tmp_path: Path) -> None:
+    environment = Environment("cuda", tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        environment.run(["sh", "-c", "echo 'ERROR: No matching distribution found for torch==9'; echo more; exit 3"])
+    assert str(raised.value).startswith("ERROR: No matching distribution found for torch==9 (exit status 3 of: sh -c ")
+    assert environment.run(["sh", "-c", "echo $KIND $OTHER"], OTHER="that") == ["cuda that"]
+
+
+def test_failure_line_is_first_error_of_pip_or_last_line() -> None:
+    assert failure_line(["ERROR: a", "ERROR: b", "c"]) == "ERROR: a"
+    assert failure_line(["a", "b", ""]) == "b"
+    assert failure_line([]) == "it printed nothing"
+
+
+def test_full_disk_is_reported_before_installing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 5 * 2**30))
+    with pytest.raises(SystemExit, match=r"--install: .* has 5\.0 GiB free, and --kind cuda needs 8"):
+        check_disk("cuda", tmp_path / "new" / "folder")
+    check_disk("cpu", tmp_path / "new" / "folder")
+    (tmp_path / "quire").mkdir()
+    check_disk("cuda", tmp_path)
+
+
+def test_files_of_two_packages_are_found(tmp_path: Path) -> None:
+    records = {
+        "one-1": "shared.py,sha256=a,1\nsame.py,sha256=s,1\none-1.dist-info/RECORD,,\nbin/tool,sha256=t,1\n",
+        "two-2": "shared.py,sha256=b,1\nsame.py,sha256=s,1\ntwo-2.dist-info/RECORD,,\n",
+    }
+    for name, text in records.items():
+        (tmp_path / f"{name}.dist-info").mkdir()
+        (tmp_path / f"{name}.dist-info/RECORD").write_text(text)
+    assert list(find_overwritten_files(tmp_path)) == ["shared.py of one-1 and two-2"]
+
+
+def test_python_of_image_is_used_if_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyenv's shim exists for versions that are not chosen, and fails."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    shim = tmp_path / f"python{image_check.IMAGE_PYTHON}"
+    for script, found in (("exit 127", image_check.sys.executable), ("echo 3.12", shim.name)):
+        shim.write_text(f"#!/bin/sh\n{script}\n")
+        shim.chmod(0o755)
+        assert find_python() == found

@@ -24,7 +24,6 @@ from quire.server.cli.api_process_manager import check_multi_process_settings
 from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
-from tests.server.cli.processes import has_ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")

@@ -13,10 +13,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -24,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.gpu import host_transfer
+
+if TYPE_CHECKING:
+    import pytest
 
 DEVICE = torch.device("cuda", 0)
 PICKED = 300
@@ -52,6 +54,8 @@ def load_guard(folder: Path) -> None:
         else:
             return
     if (compiler := shutil.which("c++")) is None:
+        import pytest  # the image, for which kernels are compiled too, lacks it
+
         pytest.skip("there is no C++ compiler")
     at, source, built = Path(torch.__file__).parent, folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD)
