@@ -23,6 +23,7 @@ from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.processes.utility_calls import encode
+from quire.engine.worker.device_memory import AvailableMemory
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
     SILENCE_TIMEOUT,
@@ -154,7 +155,8 @@ def test_nodes_may_use_different_model_paths_for_successive_engines(nodes: Nodes
 
 def test_node_with_least_memory_limits_kv_blocks(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_kv_bytes", lambda *_: 300_000)
+    available = AvailableMemory(300_000, 0)
+    monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.measure_available_memory", lambda *_: available)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
     each = sum(tensor.total_bytes for layer in made.executor._model.block_tensor_specs(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)

@@ -4,6 +4,7 @@ they give the tokens of one process.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ from quire.engine.processes.utility_calls import UtilityResult
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
+from quire.engine.worker import warmup
+from quire.engine.worker.device_memory import AvailableMemory, GpuMemory
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.graphs import decode_graphs
 from quire.engine.worker.loading import kv_allocation
@@ -331,6 +334,37 @@ def test_spmd_decode_graphs_equal_eager_steps(ranks: int, ordered: bool, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash")
+def test_all_ranks_make_fewer_blocks_if_graphs_take_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 1024, "max_num_batched_tokens": 256}
+    settings |= {"attention_backend": "flash", "dtype": "bfloat16"}
+    requests = traffic()[3:5]
+    plain = engine(DEMO_MODEL, 2, num_kv_blocks=8, warmup_seconds=0.0, **settings)
+    expected = picked(run(plain, requests))
+    block_bytes = plain.info.kv_bytes // plain.info.num_blocks
+    made: list[FakeCapture] = []
+    lock, free = threading.Lock(), itertools.count(2**30, -(2**20))
+
+    def capture(*_: object) -> FakeCapture:
+        with lock:
+            made.append(FakeCapture())
+            return made[-1]
+
+    available = AvailableMemory(7 * block_bytes // 2, 36 * 2**20 - block_bytes)
+    for each in (decoder_startup, follower_rank):
+        monkeypatch.setattr(each, "measure_available_memory", lambda *_: available)
+    monkeypatch.setattr(
+        rank_processes.MultiProcessRanks, "measure_total_kv_bytes", lambda ranks, measure: 2 * measure()
+    )
+    monkeypatch.setattr(warmup, "measure_gpu_memory", lambda device: GpuMemory(2**33, next(free), 0))
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
+    graphed = engine(DEMO_MODEL, 2, warmup_seconds=600.0, **settings)
+    assert len(made) == 4, "two ranks, twice"
+    assert graphed.info.num_blocks == 5, "each rank's graphs take a block more than was set aside"
+    assert picked(run(graphed, requests)) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators")
 def test_context_parallel_decode_graphs_equal_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
@@ -358,8 +392,8 @@ def test_context_parallel_decode_graphs_equal_eager_steps(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("thread_ranks")
 def test_rank_with_least_memory_limits_kv_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(decoder_startup, "available_kv_bytes", lambda *_: 2**30)
-    monkeypatch.setattr(follower_rank, "available_kv_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(decoder_startup, "measure_available_memory", lambda *_: AvailableMemory(2**30, 0))
+    monkeypatch.setattr(follower_rank, "measure_available_memory", lambda *_: AvailableMemory(2**20, 0))
     made = engine(path, 2, max_model_len=128)
     assert made.info.kv_bytes <= 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
     assert "x 2 ranks" in made.info.arithmetic
@@ -367,7 +401,7 @@ def test_rank_with_least_memory_limits_kv_blocks(tmp_path: Path, monkeypatch: py
     def nothing(*_: object) -> int:
         raise ConfigError("gpu_memory_utilization: leaves nothing", param="gpu_memory_utilization")
 
-    monkeypatch.setattr(follower_rank, "available_kv_bytes", nothing)
+    monkeypatch.setattr(follower_rank, "measure_available_memory", nothing)
     with pytest.raises(ConfigError, match="gpu_memory_utilization: leaves nothing"):
         engine(path, 2)
 

@@ -23,7 +23,6 @@ from quire.engine.worker.device_plan import apply_gpu_defaults
 from quire.engine.worker.loading.weight_check import check_same_model
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.startup import start_worker
-from quire.engine.worker.warmup import warm_up_runner
 
 
 class EngineCoreBuilder:
@@ -44,10 +43,7 @@ class EngineCoreBuilder:
         self.worker = start_worker(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
         draft_worker = self.worker.started_drafter
         self.device_drafter = None if draft_worker is None else draft_worker.drafter
-        warmup_notes = warm_up_runner(
-            self.worker.executor, config.warmup_seconds, config.max_step_tokens, self.device_drafter
-        )
-        self._notes = [*self.worker.engine_info.notes, *warmup_notes]
+        self._notes = [*self.worker.engine_info.notes, *self.worker.warmup_notes]
 
     def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader | None:
         """Raises ConfigError."""

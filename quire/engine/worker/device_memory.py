@@ -115,31 +115,44 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
         )
 
 
-def available_kv_bytes(
+class StepReserve(NamedTuple):
+    step_bytes: int
+    graph_bytes: int = 0
+    """For CUDA graphs, assumed before they are captured."""
+
+
+class AvailableMemory(NamedTuple):
+    kv_bytes: int
+    graph_bytes: int
+    """Set aside for CUDA graphs."""
+
+
+def measure_available_memory(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
-) -> int:
+) -> AvailableMemory:
     """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call this at the same time."""
-    step_bytes = find_step_reserve(model, model_config, backend, config)
-    reserved = max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0)
-    return kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)
+    reserve = find_step_reserve(model, model_config, backend, config)
+    reserved = max(reserve.step_bytes, image_bytes) + reserve.graph_bytes + (ENCODER_CACHE_BYTES if image_bytes else 0)
+    kv_bytes = kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)
+    return AvailableMemory(kv_bytes, reserve.graph_bytes)
 
 
-def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
-    """Bytes of the largest step on a GPU, of adapters on a CPU."""
+def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> StepReserve:
+    """For the largest step on a GPU, for adapters on a CPU."""
     if model.device.type != "cuda":
         if not config.enable_lora:
-            return 0
+            return StepReserve(0)
         linears = target_linears(model_config) if model.spec.lora_target_sizes is None else model.spec.lora_target_sizes
         each = num_adapter_weights(linears, config.max_lora_rank) * model.dtype.itemsize
-        return each * effective_max_cpu_loras(config.max_loras, config.max_cpu_loras)
+        return StepReserve(each * effective_max_cpu_loras(config.max_loras, config.max_cpu_loras))
     tokens = config.max_step_tokens
     with explain_out_of_memory(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
         return measure_step_bytes(model, backend, config)
 
 
 @torch.inference_mode()
-def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> int:
-    """Run the largest step on a dummy KV cache. Return its peak bytes beyond weights and KV cache."""
+def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> StepReserve:
+    """Run the largest step on a dummy KV cache. The bytes are its peak beyond weights and KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -169,15 +182,14 @@ def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -
     del kv_cache, hidden
     torch.cuda.empty_cache()
     if config.enforce_eager:
-        return peak_bytes
+        return StepReserve(peak_bytes)
     max_graph_tokens = (
         max_mixed_graph_tokens(length, config.max_num_seqs) if backend.cuda_graph_support == "steps" else None
     )
     ranks = config.tensor_parallel_size
     calls = num_nccl_calls(model.spec.num_layers, ranks, context_parallel=config.uses_context_parallel)
-    return peak_bytes + cuda_graph_bytes(
-        peak_bytes, len(ids), max_graph_tokens, calls, has_drafter=config.has_draft_weights
-    )
+    graph_bytes = cuda_graph_bytes(peak_bytes, len(ids), max_graph_tokens, calls, has_drafter=config.has_draft_weights)
+    return StepReserve(peak_bytes, graph_bytes)
 
 
 def prefill_metadata(

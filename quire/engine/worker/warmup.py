@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 
-import torch
-
+from quire.engine.checkpoint.kv_cache_plan import DRIVER_BYTES_PER_GRAPH
 from quire.engine.common.errors import QuireError
 from quire.engine.common.executor import Executor
+from quire.engine.worker.device_memory import measure_gpu_memory
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels.device.error_messages import describe_kernel_error
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    notes: list[str]
+    graph_bytes: int = 0
+    """Of all graphs, those still to be captured included; 0 if not measured."""
 
 
 def warm_up_runner(
@@ -19,23 +28,23 @@ def warm_up_runner(
     step_tokens: int,
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[str]:
+) -> WarmupResult:
     """Compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture graphs, decodes
-    first, until `seconds` are over. Idle moments capture the rest. Return notes.
+    first, until `seconds` are over. Idle moments capture the rest.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
-        return []
+        return WarmupResult([])
     on_gpu = seconds > 0 and runner.model.device.type == "cuda"
     notes = precompile_kernels(runner, step_tokens, drafter, clock) if on_gpu else []
     began = clock()
     if seconds > 0:
         runner.warm_sampler()
         runner.warm_prompts()
-    free = torch.cuda.mem_get_info(runner.model.device)[0] if on_gpu else 0
+    free = [measure_gpu_memory(runner.model.device)] if seconds > 0 else []
     while clock() - began < seconds and (
         runner.warm_up_next() or (drafter is not None and drafter.capture_next_graph())
     ):
-        pass
+        free.append(measure_gpu_memory(runner.model.device))
     decodes = runner.decode_graphs
     prompts = runner.mixed_batch_graphs
     drafts = None if drafter is None else drafter.graphs
@@ -45,8 +54,9 @@ def warm_up_runner(
     if drafts is not None:
         counts.append(f"{drafts.capture_progress} of drafts")
     summary = ", and ".join(counts) + "," * (len(counts) > 1) + f" captured in {clock() - began:.1f} s"
-    if on_gpu:
-        summary += f"; they take {(free - torch.cuda.mem_get_info(runner.model.device)[0]) / 2**20:.0f} MiB"
+    captured = [before.free - after.free for before, after in pairwise(free) if before and after]
+    if captured:
+        summary += f"; they take {sum(captured) / 2**20:.0f} MiB"
     notes += [
         summary,
         *decodes.graph_set.failure_notes("decodes of {} rows"),
@@ -55,7 +65,20 @@ def warm_up_runner(
     if prompts is not None:
         notes += prompts.graph_set.failure_notes("steps with prompts of {} tokens")
         notes += prompts.draft_head_graphs.failure_notes("heads beside prompts of {} tokens")
-    return notes + ([] if drafts is None else drafts.graph_set.failure_notes("drafts of {} rows"))
+    if drafts is not None:
+        notes += drafts.graph_set.failure_notes("drafts of {} rows")
+    num_missing = sum(each.num_missing for each in (decodes, prompts, drafts) if each is not None)
+    return WarmupResult(notes, total_graph_bytes(captured, num_missing))
+
+
+def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
+    """The first graph of a pool takes its buffers. Missing graphs are taken to need as much as the mean of all but the
+    first.
+    """
+    if not captured:
+        return 0
+    later = captured[1:] or [DRIVER_BYTES_PER_GRAPH]
+    return sum(captured) + num_missing * sum(later) // len(later)
 
 
 def precompile_kernels(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.kv_cache_groups import single_kv_cache_group
+from quire.engine.checkpoint.kv_cache_plan import DRIVER_BYTES_PER_GRAPH, GIB
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
 from quire.engine.common.request_params import SamplingParams
@@ -26,6 +28,8 @@ from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models.heads.eagle import Eagle3Head
 from quire.engine.worker import model_runner as runners
+from quire.engine.worker import warmup
+from quire.engine.worker.device_memory import AvailableMemory, GpuMemory
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
@@ -33,7 +37,8 @@ from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.loading import model_loader as loading
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
-from quire.engine.worker.warmup import warm_up_runner
+from quire.engine.worker.startup_steps import decoder_startup
+from quire.engine.worker.warmup import total_graph_bytes, warm_up_runner
 from quire.kernels.backend import AdapterSlotSpec, Linear, LinearContext, LinearWithLora, LoraDelta
 from quire.kernels.gpu.libraries import flash2
 from quire.kernels.probes.backend_probe import GraphCapture
@@ -76,8 +81,9 @@ def start(
         "max_num_seqs": 12,
         "max_num_batched_tokens": 256,
         "warmup_seconds": 0.0,
+        "num_kv_blocks": 40,
     } | options
-    config = EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options)
+    config = EngineConfig(attention_backend="flash", dtype="bfloat16", **options)
     return EngineCore(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
@@ -510,11 +516,101 @@ def test_largest_graphs_are_captured_first_within_warmup_time(monkeypatch: pytes
     engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
     assert captured == []
     times = iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
-    notes = warm_up_runner(engine.executor, 30.0, 64, clock=lambda: next(times))
+    notes = warm_up_runner(engine.executor, 30.0, 64, clock=lambda: next(times)).notes
     assert captured == [384, 256, 192]
     assert notes == ["3 of 21 decode graphs captured in 30.5 s"]
     assert engine.run_next_warmup(), "the rest follow in idle moments"
     assert captured[3:] == [128]
+
+
+class GraphMemory:
+    """A GPU's free memory, of which each graph takes `graph_bytes`, and the graphs of a freed engine nothing."""
+
+    def __init__(self, graph_bytes: int) -> None:
+        self.graph_bytes = graph_bytes
+        self.captures: list[weakref.ref[FakeCapture]] = []
+
+    def make_capture(self, *_: object) -> FakeCapture:
+        assert not any(each() for each in self.captures), "the first engine's graphs are gone before blocks are made"
+        capture = FakeCapture()
+        self.captures.append(weakref.ref(capture))
+        return capture
+
+    def measure(self, device: torch.device) -> GpuMemory:
+        graphs = sum(len(capture.recordings) for each in self.captures if (capture := each()) is not None)
+        return GpuMemory(total=80 * GIB, free=GIB - graphs * self.graph_bytes, allocator=0)
+
+
+def start_with_graph_memory(
+    monkeypatch: pytest.MonkeyPatch, memory: GraphMemory, kv_bytes: int, graph_bytes: int, **options: Any
+) -> EngineCore:
+    """`graph_bytes`: set aside beside `kv_bytes`."""
+    available = AvailableMemory(kv_bytes, graph_bytes)
+    monkeypatch.setattr(decoder_startup, "measure_available_memory", lambda *_: available)
+    monkeypatch.setattr(warmup, "measure_gpu_memory", memory.measure)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", memory.make_capture)
+    options = {"max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 256} | options
+    config = EngineConfig(attention_backend="flash", dtype="bfloat16", warmup_seconds=600.0, **options)
+    return EngineCore(config)
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_blocks_shrink_once_if_graphs_take_more_than_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 graphs of decodes and picks; 32 of steps with prompts may follow."""
+    plain = start(monkeypatch, None)
+    block_bytes = plain.info.kv_bytes // plain.info.num_blocks
+    memory, set_aside = GraphMemory(2**20), 36 * 2**20 - 2 * block_bytes
+    engine = start_with_graph_memory(monkeypatch, memory, 7 * block_bytes, set_aside)
+    assert len(memory.captures) == 2
+    assert engine.info.num_blocks == 5
+    assert engine.info.notes[0] == (
+        f"CUDA graphs take 36 MiB, {set_aside / 2**20:.0f} were set aside: 5 blocks of KV cache instead of 7"
+    )
+    assert engine.info.notes[1].startswith("4 of 4 decode graphs captured in ")
+    assert engine.info.notes[1].endswith("; they take 4 MiB")
+    requests = traffic()[3:5]
+    assert picked(run(engine, requests)) == picked(run(plain, requests))
+
+
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize(
+    ("kv_bytes", "graph_bytes", "options"),
+    [
+        (40 * 2**20, 36 * 2**20, {}),
+        (40 * 2**20, 0, {"num_kv_blocks": 8}),
+        (40 * 2**20, 0, {"kv_cache_memory": 0.1}),
+        (GIB, 0, {}),
+    ],
+    ids=["they fit", "blocks are given", "memory is given", "blocks are not limited by memory"],
+)
+def test_blocks_do_not_shrink(
+    monkeypatch: pytest.MonkeyPatch, kv_bytes: int, graph_bytes: int, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(GraphableSteps, "compute_decode_hidden", lambda *_: torch.zeros(1))
+    memory = GraphMemory(2**20)
+    engine = start_with_graph_memory(monkeypatch, memory, kv_bytes, graph_bytes, **options)
+    assert len(memory.captures) == 1
+    assert "decode graphs captured" in engine.info.notes[0]
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_blocks_that_max_model_len_needs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphableSteps, "compute_decode_hidden", lambda *_: torch.zeros(1))
+    memory = GraphMemory(2**20)
+    engine = start_with_graph_memory(monkeypatch, memory, 30 * 2**20, 0)
+    assert len(memory.captures) == 1
+    assert engine.info.notes[0] == (
+        "CUDA graphs take 36 MiB, 0 were set aside: "
+        "more memory is used than --gpu-memory-utilization says, for --max-model-len"
+    )
+    assert "decode graphs captured" in engine.info.notes[1]
+
+
+def test_missing_graphs_count_as_later_captured_ones() -> None:
+    assert total_graph_bytes([], 9) == 0
+    assert total_graph_bytes([900, 10, 30], 0) == 940
+    assert total_graph_bytes([900, 10, 30], 5) == 940 + 5 * 20
+    assert total_graph_bytes([900], 2) == 900 + 2 * DRIVER_BYTES_PER_GRAPH
 
 
 @pytest.mark.slow

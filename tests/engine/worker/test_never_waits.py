@@ -133,7 +133,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         monkeypatch.setattr(each, "choose_trials", lambda *_: [])
     for each in (weight_trial, activation_rounding):
         monkeypatch.setattr(each, "trial_failure_reason", lambda *_: None)
-    monkeypatch.setattr(device_memory, "measure_step_bytes", lambda *_: 0)
+    monkeypatch.setattr(device_memory, "measure_step_bytes", lambda *_: device_memory.StepReserve(0))
     monkeypatch.setattr(decoder_startup, "measure_step_costs", lambda *_: [(1, 1.0), (64, 2.0)])
     monkeypatch.setattr(device_memory, "kv_budget", lambda *_, **__: 2**30)
     monkeypatch.setattr(loading_model, "fill_weights", lambda checkpoint, *_: empty_weights(checkpoint.parameter_table))

@@ -159,6 +159,11 @@ class DecodeGraphs:
     def capture_progress(self) -> str:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
+    @property
+    def num_missing(self) -> int:
+        """Failures are not missing."""
+        return sum(key not in self.graph_set for key in self._graph_keys())
+
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
         """None if capturing failed. Captures on scratch rows."""
         size, max_blocks, row_parts = key

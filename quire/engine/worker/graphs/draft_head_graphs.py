@@ -98,6 +98,11 @@ class DraftHeadGraphs:
     def capture_progress(self) -> str:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
+    @property
+    def num_missing(self) -> int:
+        """Failures are not missing."""
+        return sum(key not in self.graph_set for key in self._graph_keys())
+
     def _graph_keys(self) -> Iterator[_GraphKey]:
         sizes = self._sizes[::-1]
         for max_blocks, size in product(self._block_counts if self._advance is not None else (), sizes):

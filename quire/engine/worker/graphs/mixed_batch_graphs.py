@@ -145,6 +145,11 @@ class MixedBatchGraphs:
     def _is_full(self) -> bool:
         return len(self.graph_set.graphs) >= MAX_MIXED_GRAPHS
 
+    @property
+    def num_missing(self) -> int:
+        """At most."""
+        return max(MAX_MIXED_GRAPHS - len(self.graph_set.graphs), 0)
+
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
         key = graph_plan.key
         if key not in self.graph_set:

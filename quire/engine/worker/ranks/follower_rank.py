@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
@@ -17,7 +18,11 @@ from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.processes.cpu_cores import stay_on
 from quire.engine.processes.utility_calls import invoke, make_result
 from quire.engine.text.grammar_compiler import GrammarCompiler
-from quire.engine.worker.device_memory import available_kv_bytes, explain_weights_out_of_memory
+from quire.engine.worker.device_memory import (
+    explain_weights_out_of_memory,
+    measure_available_memory,
+    release_cached_memory,
+)
 from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
@@ -117,7 +122,7 @@ class FollowerRank(RankMethods):
     def measure_memory(self) -> int:
         check_connection(self._group, self._device_plan.device, self.setting)
         about = self._model_config, self._device_plan.backend, self._config
-        return available_kv_bytes(self._loaded_model.model, *about, self._tower.encoding_bytes)
+        return measure_available_memory(self._loaded_model.model, *about, self._tower.encoding_bytes).kv_bytes
 
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
         shares = StateSlotCounts(sequences, snapshots)
@@ -126,6 +131,12 @@ class FollowerRank(RankMethods):
 
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
         self._runner = self._make_runner(*self._allocation, captures_mixed_batches=captures_mixed_batches)
+
+    def release_cache(self) -> None:
+        del self._allocation, self._runner
+        vars(self).pop("_head_runner", None)
+        gc.collect()  # runners have reference cycles
+        release_cached_memory()
 
     def warm_up_next(self) -> None:
         self._runner.warm_up_next()

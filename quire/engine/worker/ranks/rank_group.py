@@ -41,6 +41,9 @@ class RankGroup(ABC):
             make_notification(RankMethods.make_runner, captures_mixed_batches=captures_mixed_batches)
         )
 
+    def release_followers_caches(self) -> None:
+        self.send_to_followers(make_notification(RankMethods.release_cache))
+
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:
         """`parts`: ModelRunner's arguments."""

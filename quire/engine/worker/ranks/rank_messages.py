@@ -70,6 +70,10 @@ class RankMethods(ABC):
         """The first rank tries whether to capture mixed batches."""
 
     @abstractmethod
+    def release_cache(self) -> None:
+        """Free blocks and runner. A smaller allocation follows."""
+
+    @abstractmethod
     def warm_up_next(self) -> None:
         """See ModelRunner."""
 

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from quire.engine.checkpoint.kv_cache_plan import KVCachePlan, StateSlotCounts
 from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.common.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.worker.device_memory import available_kv_bytes
+from quire.engine.worker.device_memory import measure_available_memory
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
@@ -39,19 +39,48 @@ class DecoderStartup:
         self._model_config = model_config
         self._device_plan = device_plan
         self._ranks = ranks
+        self._available_bytes = 0
+        self._graph_bytes = 0
 
     def plan_kv_cache(self, weights: WorkerWeights) -> KVCachePlan:
         model = weights.loaded_model.model
-        backend = self._device_plan.backend
-        sizer = KVCacheSizer(
-            self._config, self._model_config, model, weights.loaded_model.kv_groups, backend.block_size
-        )
-        available_here = partial(
-            available_kv_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
-        )
+
+        def measure_here() -> int:
+            memory = measure_available_memory(
+                model, self._model_config, self._device_plan.backend, self._config, weights.tower.encoding_bytes
+            )
+            self._graph_bytes = memory.graph_bytes
+            return memory.kv_bytes
+
         is_cuda = self._device_plan.device.type == "cuda"
         with compile_lock(model.report_progress) if is_cuda else nullcontext():  # the largest step runs
-            return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
+            self._available_bytes = self._ranks.measure_total_kv_bytes(measure_here)
+        return self._fit_kv_cache(weights, self._available_bytes)
+
+    def shrink_to_measured_graphs(
+        self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
+    ) -> tuple[KVCachePlan, str | None]:
+        """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU exceed what was set aside. Returns
+        `kv_plan` itself if blocks are given or not limited by memory, or if max_model_len needs them all.
+        """
+        config = self._config
+        excess = graph_bytes - self._graph_bytes
+        if excess <= 0 or config.num_kv_blocks is not None or config.kv_cache_memory is not None:
+            return kv_plan, None
+        note = f"CUDA graphs take {graph_bytes / 2**20:,.0f} MiB, {self._graph_bytes / 2**20:,.0f} were set aside: "
+        try:
+            smaller = self._fit_kv_cache(weights, self._available_bytes - excess * config.tensor_parallel_size)
+        except ConfigError:
+            return kv_plan, f"{note}more memory is used than --gpu-memory-utilization says, for --max-model-len"
+        if smaller.kv_bytes + smaller.state_bytes >= kv_plan.kv_bytes + kv_plan.state_bytes:
+            return kv_plan, None
+        return smaller, f"{note}{smaller.num_blocks:,} blocks of KV cache instead of {kv_plan.num_blocks:,}"
+
+    def _fit_kv_cache(self, weights: WorkerWeights, available_bytes: int) -> KVCachePlan:
+        loaded = weights.loaded_model
+        block_size = self._device_plan.backend.block_size
+        sizer = KVCacheSizer(self._config, self._model_config, loaded.model, loaded.kv_groups, block_size)
+        return sizer.plan_kv_cache(weights.drafter, available_bytes)
 
     def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVCachePlan) -> RunnerResources:
         shares = StateSlotCounts(kv_plan.request_slots, kv_plan.snapshot_slots)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, KVCacheGroups
@@ -39,15 +38,14 @@ class KVCacheSizer:
         self._block_size = block_size
         self._num_ranks = model.shard.world_size // config.nnodes
 
-    def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
-        """`measure_available`: bytes on all ranks. Raises ConfigError."""
+    def plan_kv_cache(self, draft: LoadedDrafter | None, available: int) -> KVCachePlan:
+        """`available`: bytes on all ranks. Raises ConfigError."""
         config = self._config
         model = self._model
         num_places = sum(layers_per_block_by_stage(self._groups, config.pipeline_parallel_size))
         formula = self._block_bytes_formula(num_places)
         model_block_bytes = block_bytes_of_all_groups(model, num_places) * self._num_ranks
         slot_bytes = slot_state_bytes(model, config) * self._num_ranks
-        available = measure_available()
         shares = count_state_slots(
             slot_bytes,
             available,

@@ -31,6 +31,7 @@ class StartedWorker:
     """(tokens, seconds); empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
     expected_weights: ExpectedWeights
+    warmup_notes: tuple[str, ...] = ()
     steps_ahead: int = 0
     """A CPU step occupies the host, so running ahead helps only pipelines, and delays every token by a step."""
     micro_batches: int = 1

@@ -22,6 +22,9 @@ class DraftGraphs(Protocol):
     @property
     def capture_progress(self) -> str: ...
 
+    @property
+    def num_missing(self) -> int: ...
+
 
 class DeviceDrafter(Protocol):
     @property
