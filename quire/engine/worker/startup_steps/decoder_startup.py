@@ -22,6 +22,9 @@ from quire.engine.worker.startup_steps.startup_notes import make_decoder_engine_
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.engine.worker.step_costs import measure_step_costs
 
+_MIN_SHRINKING = 0.01
+"""Less of the KV cache is not worth capturing graphs twice."""
+
 
 class DecoderStartup:
     """Call the methods in their order."""
@@ -60,8 +63,8 @@ class DecoderStartup:
     def shrink_to_measured_graphs(
         self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
     ) -> tuple[KVCachePlan, str | None]:
-        """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU exceed what was set aside. Returns
-        `kv_plan` itself if blocks are given or not limited by memory, or if max_model_len needs them all.
+        """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU clearly exceed what was set aside.
+        Returns `kv_plan` itself if blocks are given or not limited by memory, or if max_model_len needs them all.
         """
         config = self._config
         excess = graph_bytes - self._graph_bytes
@@ -72,7 +75,8 @@ class DecoderStartup:
             smaller = self._fit_kv_cache(weights, self._available_bytes - excess * config.tensor_parallel_size)
         except ConfigError:
             return kv_plan, f"{note}more memory is used than --gpu-memory-utilization says, for --max-model-len"
-        if smaller.kv_bytes + smaller.state_bytes >= kv_plan.kv_bytes + kv_plan.state_bytes:
+        planned_bytes = kv_plan.kv_bytes + kv_plan.state_bytes
+        if smaller.kv_bytes + smaller.state_bytes > (1 - _MIN_SHRINKING) * planned_bytes:
             return kv_plan, None
         return smaller, f"{note}{smaller.num_blocks:,} blocks of KV cache instead of {kv_plan.num_blocks:,}"
 
