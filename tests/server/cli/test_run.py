@@ -252,7 +252,7 @@ def test_duplicate_custom_id_fails_only_repeated_line(run: Run, tmp_path: Path) 
     assert done.returncode == 1, done.stderr
     assert "2 done, 2 failed, 0 left" in done.stderr
     assert "s: fix them, and continue with --resume --retry-refused" in done.stderr
-    assert "  1 x invalid_request custom_id, such as line-3: line 3: the custom_id 'a' is an earlier" in done.stderr
+    assert "  1 x invalid_request custom_id, such as line-3: line 3: the custom_id 'a' was used" in done.stderr
     assert "  without effect, in so many requests: temprature (1)" in done.stderr
     assert "  1 x 400 temperature, such as odd: temperature must be in [0, 2]" in done.stderr
     out = tmp_path / "out.jsonl"
