@@ -56,7 +56,12 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
         scores = (scores / routing.softcap).tanh() * routing.softcap
     if routing.score_function == "mixer":
         return _route_sparse_mixer(scores, routing)
-    weights = sigmoid(scores) if routing.score_function == "sigmoid" else scores.softmax(-1)
+    if routing.score_function == "sigmoid":
+        weights = sigmoid(scores)
+    elif routing.score_function == "softmax":
+        weights = scores.softmax(-1)
+    else:
+        raise ValueError(f"there is no routing by {routing.score_function!r}")
     # Scores have the order of weights, without the ties of weights close to 0 or 1.
     wanted = scores if correction is None and routing.group_score_top_k == 1 else weights
     wanted = wanted if correction is None else wanted + correction

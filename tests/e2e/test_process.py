@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -68,22 +70,22 @@ def test_draining_server_returns_503_and_ends_late_streams_with_error(tmp_path: 
     assert server.process.wait(60) == 0
 
 
-def test_second_signal_ends_draining_server_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_second_signal_ends_draining_server_at_once(sent: signal.Signals, tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=1000", "--threads=1")
     engine = server.engine_pid()
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
         lines = response.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(sent)
         while server.healthy():
             time.sleep(0.01)
-        assert server.stop(signal.SIGINT) == 130
+        assert server.stop(sent) == 130
     assert "draining: " in server.log.read_text()
     wait_until_gone(engine)
 
 
-@pytest.mark.slow
 def test_engine_hanging_with_gil_does_not_outlive_killed_server(tmp_path: Path) -> None:
     with Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV) as server:
         engine = server.engine_pid()
@@ -107,6 +109,24 @@ def test_stream_continues_after_engine_kill(tmp_path: Path) -> None:
     assert server.metric("quire:engine_deaths_total") == 1
     assert server.healthy()
     assert server.stop() == 0
+
+
+def test_serve_with_bad_settings_fails_without_traceback(tmp_path: Path) -> None:
+    def fail(*args: str) -> str:
+        completed = subprocess.run(
+            [str(Path(sys.executable).with_name("quire")), "serve", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"COLUMNS": "200"},
+        )
+        assert completed.returncode != 0
+        assert "Traceback" not in completed.stderr
+        return completed.stderr
+
+    assert "max_model_len" in fail("--max-model-len", "99999").replace("-", "_")
+    assert "no-such-model" in fail("/no-such-model")
+    assert "port" in fail("--port", "many")
 
 
 def test_health_is_503_while_engine_is_stopped_until_replaced(tmp_path: Path) -> None:

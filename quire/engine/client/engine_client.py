@@ -25,7 +25,7 @@ from quire.engine.prefix_misses.recent_turns import LastSessionTurns
 log = logging.getLogger("quire.client")
 
 
-LogTokens = Callable[[Sequence[int]], None]
+PersistTokens = Callable[[Sequence[int]], None]
 """Stores tokens before readers get them. A token has three numbers: the request's in the log, the token's index in
 the answer, and its id.
 """
@@ -46,7 +46,7 @@ class _Entry:
     reader: Reader
     emitted: list[int]
     number: int = 0
-    """Number in the log; 0: not logged."""
+    """Number of the durable call; 0: not durable."""
     cached_tokens: int | None = None
     """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
     finds another.
@@ -81,7 +81,7 @@ class EngineClient:
         self._held: dict[str, EngineCoreRequest] | None = None
         """Requests kept from the engine between `hold` and `release`."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
-        self._log_tokens: LogTokens = _nowhere
+        self._persist_tokens: PersistTokens = _nowhere
         self._rows: list[int] = []
 
     @property
@@ -158,10 +158,10 @@ class EngineClient:
         else:
             self._held |= {request.id: request for request in requests}
 
-    def keep(self, request_id: str, number: int, log_tokens: LogTokens) -> None:
+    def keep(self, request_id: str, number: int, persist_tokens: PersistTokens) -> None:
         """Logs an open request's tokens, except its last output's. All requests share one log."""
         if (entry := self._open.get(request_id)) is not None:
-            entry.number, self._log_tokens = number, log_tokens
+            entry.number, self._persist_tokens = number, persist_tokens
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         if self._close(request_id):
@@ -257,7 +257,7 @@ class EngineClient:
         outputs = [self._with_first_cached_tokens(output) for output in outputs]
         if self._rows:
             rows, self._rows = self._rows, []
-            self._log_tokens(rows)
+            self._persist_tokens(rows)
         self.recorder.record_step(outputs, step, engine)
         version = self.engine_core.weights_version
         for output in outputs:
@@ -371,4 +371,4 @@ class EngineClient:
 
 
 def _nowhere(rows: Sequence[int]) -> None:
-    """Discard rows while no request is logged."""
+    """Discard rows while no request is durable."""

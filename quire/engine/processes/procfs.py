@@ -134,7 +134,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_signal(pid: int) -> int | None:
-    """Returns the signal that ended a process whose parent has not reaped it yet; 0: none did. None: unknown."""
+    """Returns the signal that ended a process whose parent has not reaped it yet; 0: none did, or the kernel hides it.
+    None: unknown.
+    """
     try:
         return (
             int((Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[49]) & 0x7F

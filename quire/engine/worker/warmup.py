@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from statistics import median
 
 from quire.engine.checkpoint.kv_cache_plan import DRIVER_BYTES_PER_GRAPH
 from quire.engine.common.errors import QuireError
@@ -54,7 +55,7 @@ def warm_up_runner(
     if drafts is not None:
         counts.append(f"{drafts.capture_progress} of drafts")
     summary = ", and ".join(counts) + "," * (len(counts) > 1) + f" captured in {clock() - began:.1f} s"
-    captured = [before.free - after.free for before, after in pairwise(free) if before and after]
+    captured = [max(before.free - after.free, 0) for before, after in pairwise(free) if before and after]
     if captured:
         summary += f"; they take {sum(captured) / 2**20:.0f} MiB"
     notes += [
@@ -72,13 +73,13 @@ def warm_up_runner(
 
 
 def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
-    """The first graph of a pool takes its buffers. Missing graphs are taken to need as much as the mean of all but the
-    first.
+    """The first graph of a pool takes its buffers. Missing graphs are taken to need the median of all but the first,
+    because other programs use the GPU's memory too.
     """
     if not captured:
         return 0
     later = captured[1:] or [DRIVER_BYTES_PER_GRAPH]
-    return sum(captured) + num_missing * sum(later) // len(later)
+    return sum(captured) + num_missing * int(median(later))
 
 
 def precompile_kernels(

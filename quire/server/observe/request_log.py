@@ -19,8 +19,6 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
 access_log = logging.getLogger("quire.access")
 UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
-VIEW_PATHS = frozenset({"/v1/engine/events", "/v1/engine/requests"})
-"""The web page asks for them again and again."""
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
@@ -185,13 +183,10 @@ def is_safe_id(value: str | None) -> TypeGuard[str]:
 
 
 def log_request(record: RequestRecord) -> None:
-    """The line contains no prompt or answer. Of what the web page loads by itself only failures are logged, because it
-    loads some 40 files and polls.
-    """
+    """The line contains no prompt or answer. Of the web page's own files, some 40, only failures are logged."""
     if record.path in UNLOGGED_PATHS or record.ended_at is None:
         return
-    is_of_web_page = record.path in VIEW_PATHS or record.path.startswith(WEB_PREFIX)
-    if is_of_web_page and record.status is not None and record.status < 400:
+    if record.path.startswith(WEB_PREFIX) and record.status is not None and record.status < 400:
         return
     extra = {
         "request_id": record.request_id,

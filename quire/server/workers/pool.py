@@ -17,7 +17,7 @@ from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.frames import encode_frame, frame_pieces, receive_frame
-from quire.engine.processes.procfs import Standstill, WatchTimer, exit_signal
+from quire.engine.processes.procfs import Standstill, WatchTimer, exit_signal, oom_kills
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel, ServedModelSpec
@@ -84,6 +84,7 @@ class WorkerPool:
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
         self._shutdown_error: Exception | None = None
+        self._is_closed = False
         self._start_task: asyncio.Task[None] | None = None
         """Starts the process that forks, even if its caller stops waiting."""
         self._fork_server: Child | None = None
@@ -148,7 +149,11 @@ class WorkerPool:
             result: Result
             try:
                 result = await self._run_on_worker(await self._get_worker(), message, limit_error)
-            except _WorkerKilled:
+            except _WorkerKilled as killed:
+                if self._is_closed:
+                    raise killed.error from None
+                if self._shutdown_error is not None:
+                    raise self._shutdown_error from None
                 try:
                     result = await self._run_on_worker(await self._get_worker(), message, limit_error)
                 except _WorkerKilled as again:
@@ -174,6 +179,7 @@ class WorkerPool:
         return self._start_task
 
     async def close(self) -> None:
+        self._is_closed = True
         for worker in (*self._idle_workers, *self._busy_workers):
             worker.writer.close()
         self._idle_workers.clear()
@@ -192,6 +198,7 @@ class WorkerPool:
     ) -> Any:
         self._busy_workers.add(worker)
         is_reusable = False
+        kills_before = oom_kills()
         try:
             with kill_on_stall(worker.pid) as watch:
                 worker.writer.writelines(message)
@@ -205,8 +212,9 @@ class WorkerPool:
             if watch.has_killed:
                 raise Overloaded(STALLED) from None
             cause = exit_signal(worker.pid)  # limits end a worker by other signals, or it exits
-            error = Overloaded(KILLED) if cause == signal.SIGKILL else limit_error
-            raise _WorkerKilled(error) if cause in (signal.SIGKILL, None) else error from None
+            if cause not in (signal.SIGKILL, None) or oom_kills() != kills_before:
+                raise limit_error from None
+            raise _WorkerKilled(Overloaded(KILLED) if cause == signal.SIGKILL else limit_error) from None
         finally:
             self._busy_workers.discard(worker)
             if is_reusable:

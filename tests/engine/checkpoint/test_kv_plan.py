@@ -23,7 +23,7 @@ from quire.engine.checkpoint.tensor_headers import CheckpointSize
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.worker.device_memory import explain_out_of_memory, kv_budget, measure_step_bytes
+from quire.engine.worker.device_memory import StepReserve, explain_out_of_memory, kv_budget, measure_step_bytes
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
@@ -199,7 +199,7 @@ def test_measure_step_bytes_runs_largest_possible_step(
     monkeypatch.setattr(
         model, "compute_logits", lambda hidden, *rest: row_counts.append(len(hidden)) or logits(hidden, *rest)
     )
-    assert measure_step_bytes(model, ReferenceBackend(), config) == 5000
+    assert measure_step_bytes(model, ReferenceBackend(), config) == StepReserve(4000, 1000)
     assert row_counts == [-(-tokens // context) * min(tokens, context), 20]
 
 

@@ -32,6 +32,7 @@ def prompts() -> list[list[int]]:
 def check(logprobs: Sequence[TokenLogprob | None], rows: torch.Tensor, tolerance: float) -> None:
     """Compare logprobs, ranks and the most likely tokens' logprobs with `rows` [tokens, vocab]."""
     entries = [each for each in logprobs if each is not None]
+    assert len(entries) == len(logprobs) == len(rows)
     chosen = rows.gather(1, torch.tensor([[each.token_id] for each in entries]))
     assert [each.logprob for each in entries] == pytest.approx(chosen[:, 0].tolist(), abs=tolerance)
     ranks, ahead = torch.tensor([each.rank for each in entries]), rows - chosen
@@ -54,8 +55,11 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
     rows: dict[str, torch.Tensor] = {}
     for backend in BACKENDS:
         engine = EngineCore(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
-        for i, answer in run(engine, requests).items():
+        answers = run(engine, requests)
+        assert answers.keys() == {each.id for each in requests}
+        for i, answer in answers.items():
             prompt = requests[int(i)].prompt_ids
+            assert len(answer.ids) == len(answer.logprobs) == NEW_TOKENS
             if i not in rows:
                 with torch.inference_mode():
                     rows[i] = model(torch.tensor([prompt + answer.ids])).logits[0].log_softmax(-1)

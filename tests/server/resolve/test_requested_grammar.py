@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from quire.server.served_model import ServedModelSpec
 from quire.server.workers.grammar_checker import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 from tests.server.api import Api, open_api
+from tests.server.cli.processes import has_ended
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
 from tests.texts import byte_level_tokenizer
@@ -175,7 +175,7 @@ async def test_grammar_workers_start_lazily_and_recover_after_cancelled_check() 
     with pytest.raises(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
+        while not has_ended(pid):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     good = json_grammar(SCHEMA)
     await checker.check_grammars([("a", good)], ANYBODY)

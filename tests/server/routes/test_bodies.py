@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 
 from quire.server.pipeline.resolve import QUICK_BYTES, SMALL_BYTES
 from tests.server.api import Api, open_api
+from tests.server.cli.processes import has_ended
 from tests.server.fake import FakeEngine, scripted
 from tests.server.test_error_responses import BAD_INPUTS
 
@@ -106,7 +106,7 @@ async def test_disconnect_while_body_is_parsed_kills_worker() -> None:
                 await asyncio.sleep(0.001)
             (pid,) = workers.worker_pids
             call.cancel()
-            while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
+            while not has_ended(pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert not api.engine.seen
         assert api.app.state.server.body_reader.reserved_bytes == 0

@@ -70,7 +70,7 @@ class DecoderStartup:
         excess = graph_bytes - self._graph_bytes
         if excess <= 0 or config.num_kv_blocks is not None or config.kv_cache_memory is not None:
             return kv_plan, None
-        note = f"CUDA graphs take {graph_bytes / 2**20:,.0f} MiB, {self._graph_bytes / 2**20:,.0f} were set aside: "
+        note = f"CUDA graphs may take {graph_bytes / 2**20:,.0f} MiB, {self._graph_bytes / 2**20:,.0f} were set aside: "
         try:
             smaller = self._fit_kv_cache(weights, self._available_bytes - excess * config.tensor_parallel_size)
         except ConfigError:
