@@ -19,7 +19,7 @@ import pytest
 from quire.server.durability.data_dir import DataDir, open_data_dir
 from quire.server.store.database import ROW_OVERHEAD_BYTES
 from quire.server.store.garbage import MAX_TRANSACTION_ROWS
-from tests.server.store.test_journal import LATER, call
+from tests.server.durability.test_journal import LATER, call
 from tests.server.store.test_response_store import BIG, conversation, opened, response
 
 ROOM = 6_000

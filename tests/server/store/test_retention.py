@@ -16,8 +16,8 @@ from quire.server.store.garbage import MAX_TRANSACTION_ROWS
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.sweeper import SECONDS_PER_DAY
 from tests.machine import set_clock
+from tests.server.durability.test_journal import call
 from tests.server.statements import Counted
-from tests.server.store.test_journal import call
 from tests.server.store.test_response_store import BIG, conversation, item, response
 from tests.server.store.version_2 import write_version_2
 
