@@ -211,13 +211,13 @@ MAX_MODULES = 16
 
 
 @cache
-def text_of(path: Path) -> str:
+def read_source(path: Path) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    text = text_of(path)
+    text = read_source(path)
     # CPython 3.11 raises SystemError if the garbage collector logs a traceback meanwhile, because logging parses, too
     # (python/cpython#106905).
     gc.disable()
@@ -232,7 +232,7 @@ def trees_are_freed() -> Iterator[None]:
     """The trees take half a gigabyte, which the garbage collector would scan in every later test."""
     yield
     tree_of.cache_clear()
-    text_of.cache_clear()
+    read_source.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 def _imports(path: Path) -> Iterator[Import]:
     # Only calls of import_module are expressions. Statements alone are a tenth of a tree.
-    children = ast.iter_child_nodes if "import_module" in text_of(path) else inner_statements
+    children = ast.iter_child_nodes if "import_module" in read_source(path) else inner_statements
     nodes: list[tuple[ast.AST, bool]] = [(tree_of(path), False)]
     for node, outside in nodes:
         lazy = outside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -352,7 +352,7 @@ def test_imports_use_full_quire_module_names() -> None:
     wrong = [
         f"{found}: write quire.{found.module}"
         for path in python_files()
-        if MAYBE_BARE.search(text_of(path))
+        if MAYBE_BARE.search(read_source(path))
         for found in imports(path)
         if found.module.split(".")[0] in LINKED
     ]
@@ -562,7 +562,7 @@ def test_private_names_are_used_in_own_file_only() -> None:
         if path.parts[1] not in ("engine", "server"):
             continue
         own = {name for each in classes_of(path).values() for name in each.private}
-        for node in ast.walk(tree_of(path)) if OF_ANOTHER.search(text_of(path)) else ():
+        for node in ast.walk(tree_of(path)) if OF_ANOTHER.search(read_source(path)) else ():
             if (
                 isinstance(node, ast.Attribute)
                 and is_private(node.attr)
@@ -606,7 +606,7 @@ def test_tests_set_no_private_names() -> None:
     wrong = [
         f"{path}:{line} sets {name}"
         for path in python_files()
-        if path.parts[0] == "tests" and MAYBE_SETS.search(text_of(path))
+        if path.parts[0] == "tests" and MAYBE_SETS.search(read_source(path))
         for line, name in private_names_set(tree_of(path))
     ]
     advice = "Hand over an argument, set a public attribute, or try it from outside."
@@ -662,7 +662,7 @@ def test_clock_and_random_source_are_read_in_one_module_each() -> None:
             "cli",
         ):
             continue
-        if re.search(r"^(import|from) (time|datetime|secrets|os|uuid)\b", text_of(path), re.MULTILINE):
+        if re.search(r"^(import|from) (time|datetime|secrets|os|uuid)\b", read_source(path), re.MULTILINE):
             for node in ast.walk(tree_of(path)):
                 names = []
                 if isinstance(node, ast.Attribute):

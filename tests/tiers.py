@@ -48,7 +48,7 @@ def slow(*cases: Any) -> list[Any]:
     ]
 
 
-def in_turn(names: Iterable[Any], options: Iterable[Any]) -> list[tuple[Any, Any]]:
+def pair_in_rotation(names: Iterable[Any], options: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Cases of two arguments whose code does not meet: each name with one option, each option with some names."""
     return list(zip(names, cycle(options), strict=False))
 

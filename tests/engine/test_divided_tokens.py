@@ -18,7 +18,7 @@ from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import one_thread
-from tests.tiers import in_turn
+from tests.tiers import pair_in_rotation
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.vision_families import save_family
 
@@ -65,8 +65,8 @@ ranks, and fewer."""
 @pytest.mark.parametrize(
     ("family", "ranks", "dtype"),
     [
-        *((family, 2, dtype) for family, dtype in in_turn(FAMILIES, ["bfloat16", "float32"])),
-        *((family, 4, dtype) for family, dtype in in_turn(FAMILIES, ["float32", "bfloat16"])),
+        *((family, 2, dtype) for family, dtype in pair_in_rotation(FAMILIES, ["bfloat16", "float32"])),
+        *((family, 4, dtype) for family, dtype in pair_in_rotation(FAMILIES, ["float32", "bfloat16"])),
     ],
 )
 def test_context_parallel_gives_bits_of_ranks_that_divide_heads(

@@ -20,7 +20,7 @@ from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.kv_quantization import KVScales
 from tests.engine.harness import Answer, request, run
 from tests.quantized_models import compressed_config, int8, quantize_checkpoint
-from tests.tiers import in_turn
+from tests.tiers import pair_in_rotation
 from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = CpuBackend().missing_reason
@@ -48,7 +48,9 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize(  # windows, caps, sinks, states, latents
     ("family", "dtype"),
     [
-        *in_turn(["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"], ["float32", "bfloat16"]),
+        *pair_in_rotation(
+            ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"], ["float32", "bfloat16"]
+        ),
         ("llama", "bfloat16"),
     ],
 )

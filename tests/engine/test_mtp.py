@@ -36,7 +36,7 @@ from tests.engine.tiers.test_engine import HOST, converse, disk
 from tests.gguf_deltas import write_delta_gguf
 from tests.gguf_models import write_gguf
 from tests.quantized_models import compressed_config, float8, int8, quantize_checkpoint
-from tests.tiers import in_turn
+from tests.tiers import pair_in_rotation
 from tests.tiny_models import save_tiny_model
 from tests.tiny_mtp import MtpReference, save_tiny_mtp
 
@@ -99,7 +99,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    in_turn(
+    pair_in_rotation(
         ["qwen3_5", "deepseek_v3", "qwen3-next", "glm4_moe", "nemotron_h", "nemotron_h-latent"], ["bfloat16", "float32"]
     ),
 )

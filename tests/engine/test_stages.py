@@ -53,7 +53,7 @@ from tests.engine.test_ranks import (
 )
 from tests.engine.test_windows import FOUR
 from tests.gguf_models import write_gguf
-from tests.tiers import in_turn
+from tests.tiers import pair_in_rotation
 from tests.tiny_encoders import save_tiny_encoder
 from tests.tiny_models import save_tiny_model
 
@@ -77,7 +77,7 @@ def comparable_answers(answers: dict[str, Answer]) -> dict[str, object]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("family", "stages"), in_turn(SHAPES, [2, 3]))
+@pytest.mark.parametrize(("family", "stages"), pair_in_rotation(SHAPES, [2, 3]))
 def test_pipeline_parallel_tokens_equal_single_process(family: str, stages: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     expected = comparable_answers(run(engine(path, 1, **SMALL), asked()))

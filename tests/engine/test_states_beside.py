@@ -35,7 +35,7 @@ from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import known
 from tests.engine.vectors import same, vectors
-from tests.tiers import in_turn, slow
+from tests.tiers import pair_in_rotation, slow
 from tests.tiny_models import VOCAB, save_tiny_model
 
 BASE = {"max_model_len": 176, "num_kv_blocks": 90, "threads": 1, "max_num_seqs": 6, "snapshot_tokens": 16}
@@ -83,7 +83,7 @@ preempts nothing.
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [*in_turn(RECURRENT, ["int8", "int4", "fp8"]), ("qwen3_5", "int4"), ("qwen3_5", "fp8")],
+    [*pair_in_rotation(RECURRENT, ["int8", "int4", "fp8"]), ("qwen3_5", "int4"), ("qwen3_5", "fp8")],
 )
 def test_recurrent_quantized_tokens_equal_requests_alone(family: str, quantization: str, tmp_path: Path) -> None:
     """Together, with prefix hits, chunked, preempted, from host memory, and with wrong drafts."""
@@ -102,7 +102,9 @@ def test_recurrent_quantized_tokens_equal_requests_alone(family: str, quantizati
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("family", "dtype"), [*in_turn(RECURRENT, ["float32", "bfloat16"]), ("qwen3_5", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*pair_in_rotation(RECURRENT, ["float32", "bfloat16"]), ("qwen3_5", "bfloat16")]
+)
 def test_replayed_request_resumes_same_tokens_with_states(family: str, dtype: str, tmp_path: Path) -> None:
     """After a crash another engine gets the request with the tokens that its caller has. Drafts are on, and prompts are
     chunked anew.
@@ -241,7 +243,7 @@ async def test_state_snapshots_do_not_survive_sleep_or_new_weights(family: str, 
     ("family", "mode", "dtype"),
     [
         (family, mode, dtype)
-        for (family, mode), dtype in in_turn(
+        for (family, mode), dtype in pair_in_rotation(
             product(["qwen3_5", "falcon_h1", "nemotron_h-latent", "zamba2", "jamba"], ["last", "mean", "cls"]),
             ["float32", "bfloat16"],
         )

@@ -186,7 +186,7 @@ def read_map(server: Server) -> tuple[list[dict[str, Any]], np.ndarray]:
     raise RuntimeError("the server ended the stream")
 
 
-def place_of(page: Browser, block: int) -> tuple[float, float]:
+def find_block_center(page: Browser, block: int) -> tuple[float, float]:
     """The middle of a block's square in the window."""
     left, top, width = page.run(
         "const box = document.getElementById('pages').getBoundingClientRect(); return [box.left, box.top, box.width]"
@@ -215,9 +215,9 @@ def film_engine(page: Browser, server: Server) -> Film:
     with load(server):
         film.shoot(5.5)
         codes = read_map(server)[1]
-        film.shoot(0.8, to=place_of(page, int(codes.argmax())))
+        film.shoot(0.8, to=find_block_center(page, int(codes.argmax())))
         film.shoot(1.4)
-        film.shoot(0.7, to=place_of(page, owned_block(server)))
+        film.shoot(0.7, to=find_block_center(page, owned_block(server)))
         film.shoot(0.8)
         film.click()
         page.one("#explain-dialog[open]")

@@ -74,7 +74,10 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole process group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    source = pickle.loads(_read_frame(configuration))
+    try:
+        source = pickle.loads(_read_frame(configuration))
+    except EOFError:  # the server was killed while it started this process
+        return
     assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
     model = source.build_served_model(expendable=True, adapters=adapters)
