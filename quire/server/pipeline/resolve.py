@@ -68,7 +68,7 @@ async def parse_request_body(request: Request, body_type: type[BodyType]) -> Bod
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
     """Raises the errors of GrammarChecker.check_grammars."""
-    if not resolved.grammars:
+    if not resolved.grammars.to_check:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
     checking = checker.choose_compilable_grammar(resolved, tenant, get_model(request))
@@ -144,7 +144,8 @@ def resolve_and_measure(
     num_ids = num_pixel_bytes = 0
     if isinstance(resolution, ResolvedGeneration):
         resolved = resolution.request
-        grammar = resolution.grammars[-1][1] if resolution.grammars else None
+        to_check = resolution.grammars.to_check
+        grammar = to_check[-1][1] if to_check else None
         num_ids = sum(copied_param_sizes(resolved.params, grammar).values())
         num_pixel_bytes = sum(len(image.pixels) for prompt in resolved.prompts for image in prompt.images)
         prompts = [replace(prompt, ids=[], images=()) for prompt in resolved.prompts]

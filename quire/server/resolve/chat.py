@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
+from quire.engine.text.structured_outputs import GrammarWithOpenObjects
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
 from quire.server.formats.message_parser import RequestMessageFormat
@@ -20,7 +21,13 @@ from quire.server.resolve.other_apis.chat_conversion import CallerFields, rename
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_chat_prompt
 from quire.server.resolve.requested_grammar import requested_grammar
-from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
+from quire.server.resolve.resolved_generation import (
+    AnswerForm,
+    AnswerOptions,
+    RequestGrammars,
+    ResolvedGeneration,
+    build_generation,
+)
 from quire.server.resolve.sampling_fields import clipped_header, resolve_sampling_params
 from quire.server.resolve.tool_use import NO_TOOLS, RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
@@ -81,27 +88,27 @@ def resolve_chat_request(
             body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
         )
         params = msgspec.structs.replace(params, thinking=thinking)
-    requested_format, answer = requested_grammar(body, config, model.tokenizer), None
-    if tools.tools_by_name or requested_format is not None:
-        answer = AnswerGrammar(replace(tools, template_tools=None), requested_format, message)
-    grammars = [] if answer is None else answer.build_grammars(model)
-    if message is not None and not grammars:  # with one, a grammar defines calls
+    grammars = _build_request_grammars(requested_grammar(body, config, model.tokenizer), tools, message, model)
+    if message is not None and not grammars.to_check:  # with one, a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
-    return build_generation(
-        body,
-        form,
-        config,
-        model=name,
-        prompts=[prompt],
-        params=params,
-        logprobs=body.logprobs,
-        headers=headers,
-        message=message,
-        grammars=grammars,
-        answer_grammar=answer if grammars else None,
-        schema_headers=None if answer is None else answer.schema_headers(),
-        echo=body.echo,
-        prompt_only=prompt_only,
+    options = AnswerOptions(
+        headers=headers, logprobs=body.logprobs, message_format=message, echo=body.echo, prompt_only=prompt_only
+    )
+    return build_generation(body, form, config, name, [prompt], params, options, grammars)
+
+
+def _build_request_grammars(
+    requested_format: tuple[str, GrammarWithOpenObjects] | None,
+    tools: RequestTools,
+    message: RequestMessageFormat | None,
+    model: ServedModel,
+) -> RequestGrammars:
+    if not tools.tools_by_name and requested_format is None:
+        return RequestGrammars()
+    answer = AnswerGrammar(replace(tools, template_tools=None), requested_format, message)
+    to_check = answer.build_grammars(model)
+    return RequestGrammars(
+        to_check=to_check, weakenable=answer if to_check else None, schema_headers=answer.schema_headers()
     )
 
 

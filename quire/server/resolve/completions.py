@@ -16,7 +16,13 @@ from quire.server.resolve.checks import check_logprobs
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_completion_prompts
 from quire.server.resolve.requested_grammar import requested_grammar
-from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
+from quire.server.resolve.resolved_generation import (
+    AnswerForm,
+    AnswerOptions,
+    RequestGrammars,
+    ResolvedGeneration,
+    build_generation,
+)
 from quire.server.resolve.sampling_fields import clipped_header, resolve_sampling_params
 from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
@@ -64,22 +70,16 @@ def resolve_completion_request(
     answer = AnswerGrammar(RequestTools(), requested_format, has_content_delimiters=False)
     check_text_params(model.tokenizer, stop=params.stop, structured_outputs=requested_format)
     prompts = build_completion_prompts(body, model)
-    return build_generation(
-        body,
-        form,
-        config,
-        model=name,
-        prompts=prompts,
-        params=params,
-        logprobs=body.logprobs is not None,
+    options = AnswerOptions(
         headers=headers,
+        logprobs=body.logprobs is not None,
         echo=body.echo,
         prompt_only=prompt_only,
         line_rule=line_rule,
         questions=questions,
-        grammars=answer.build_grammars(model),
-        schema_headers=answer.schema_headers(),
     )
+    grammars = RequestGrammars(to_check=answer.build_grammars(model), schema_headers=answer.schema_headers())
+    return build_generation(body, form, config, name, prompts, params, options, grammars)
 
 
 def _max_or_none(*counts: int | None) -> int | None:

@@ -34,17 +34,40 @@ class AnswerForm:
     allows_receipt: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a resolver decides about the answer beside the prompts and the sampling parameters."""
+
+    headers: Mapping[str, str]
+    """Response headers that resolving caused, such as those that name ignored parameters."""
+    logprobs: bool
+    """The answer shows log probabilities. The engine may compute them without this."""
+    message_format: RequestMessageFormat | None = None
+    """How a chat's text divides into thinking, calls and content. If None, all of it is content."""
+    echo: bool = False
+    prompt_only: bool = False
+    """The prompt is processed, and the answer has no generated tokens."""
+    line_rule: LineRule | None = None
+    questions: Sequence[OptionQuestion] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestGrammars:
+    to_check: Sequence[tuple[str, Grammar]] = ()
+    """Grammars by the body's field that errors name. They are checked in this order; answers match the last one."""
+    weakenable: AnswerGrammar | None = None
+    """What the last grammar is made from, if it may be weakened where it does not compile."""
+    schema_headers: Mapping[str, str] = field(default_factory=dict)
+    """Response headers that name schemas which the grammar does not enforce in full."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
     """It can run once its grammars compile."""
 
     request: GenerationRequest
     form: AnswerForm
-    grammars: Sequence[tuple[str, Grammar]] = ()
-    """They are checked in this order; answers match the last one."""
-    answer_grammar: AnswerGrammar | None = None
-    """Makes the last grammar; None if it cannot be weakened."""
-    schema_headers: Mapping[str, str] = field(default_factory=dict)
+    grammars: RequestGrammars
 
     def with_responses_fields(self, fields: ResponsesApiFields, *, prompt_only: bool) -> ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
@@ -56,8 +79,8 @@ class ResolvedGeneration:
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
         """The last grammar, after the checker has accepted it."""
-        param, grammar = self.grammars[-1]
-        return CheckedGrammar(param, grammar, self.schema_headers)
+        param, grammar = self.grammars.to_check[-1]
+        return CheckedGrammar(param, grammar, self.grammars.schema_headers)
 
     def build_weaker_grammar(self, weaker: AnswerGrammar, model: ServedModel) -> CheckedGrammar:
         param, grammar = weaker.build_grammars(model)[-1]
@@ -65,33 +88,27 @@ class ResolvedGeneration:
         return CheckedGrammar(self.form.field_names.get(param, param), grammar, weaker.schema_headers())
 
 
-def build_generation(  # noqa: PLR0913 (the fields of a request that its body alone does not give)
+def build_generation(
     body: GenerationBody,
     form: AnswerForm,
     config: ServerConfig,
-    *,
     model: str,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    logprobs: bool,
-    headers: Mapping[str, str],
-    message: RequestMessageFormat | None = None,
-    echo: bool = False,
-    prompt_only: bool = False,
-    line_rule: LineRule | None = None,
-    questions: Sequence[OptionQuestion] = (),
-    grammars: Sequence[tuple[str, Grammar]] = (),
-    answer_grammar: AnswerGrammar | None = None,
-    schema_headers: Mapping[str, str] | None = None,
+    options: AnswerOptions,
+    grammars: RequestGrammars,
 ) -> ResolvedGeneration:
-    """`model`: the answer's. Raises InvalidRequest for beam search with a grammar, and for too large prompt logprobs or
-    copied parameters.
+    """Build the request that the resolved parts of a body make. `model` is the name that the answer shows.
+
+    Raises InvalidRequest for beam search with a grammar, and for prompt log probabilities or copied parameters that are
+    too large.
     """
+    to_check = grammars.to_check
     check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
-    for param, grammar in grammars:
+    for param, grammar in to_check:
         check_grammar_length(param, grammar)
-    check_copied_params_size(params, grammars[-1][1] if grammars else None, len(prompts) * params.n)
-    if body.use_beam_search and grammars:
+    check_copied_params_size(params, to_check[-1][1] if to_check else None, len(prompts) * params.n)
+    if body.use_beam_search and to_check:
         message_text = "use_beam_search is not available together with structured outputs"
         raise InvalidRequest(message_text, param="use_beam_search")
     rule = body.repetition_detection
@@ -113,25 +130,25 @@ def build_generation(  # noqa: PLR0913 (the fields of a request that its body al
         repetition_rule=(
             None if rule is None else RepetitionRule(rule.max_pattern_size, rule.min_pattern_size, rule.min_count)
         ),
-        message_format=message,
+        message_format=options.message_format,
         stream=body.stream,
         include_usage=body.include_usage,
         continuous_usage=body.has_continuous_usage,
-        echo=echo,
-        prompt_only=prompt_only,
-        line_rule=line_rule,
-        logprobs=logprobs,
+        echo=options.echo,
+        prompt_only=options.prompt_only,
+        line_rule=options.line_rule,
+        logprobs=options.logprobs,
         prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
         return_tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
         include_metrics=config.enable_per_request_metrics and len(prompts) * params.n == 1,
         body_receipt=body.receipt,
         allows_receipt=form.allows_receipt,
-        questions=questions,
-        headers=headers,
+        questions=options.questions,
+        headers=options.headers,
     )
-    caller_grammars = [(form.field_names.get(param, param), grammar) for param, grammar in grammars]
-    return ResolvedGeneration(request, form, caller_grammars, answer_grammar, schema_headers or {})
+    caller_grammars = [(form.field_names.get(param, param), grammar) for param, grammar in to_check]
+    return ResolvedGeneration(request, form, replace(grammars, to_check=caller_grammars))
 
 
 def check_grammar_length(param: str, grammar: Grammar) -> None:

@@ -85,15 +85,15 @@ class GrammarChecker:
         """Answers must match the returned grammar. If the requested one does not compile, non-strict tools get the
         nearest weaker schema. Raises as `check_grammars` does, with the caller's field names.
         """
-        *first, last = resolved.grammars
+        *first, last = resolved.grammars.to_check
         await self.check_grammars(first, tenant)
         try:
             await self.check_grammars([last], tenant)
             return resolved.unchecked_grammar
         except InvalidRequest:
-            if resolved.answer_grammar is None:
+            if resolved.grammars.weakenable is None:
                 raise
-        answer = resolved.answer_grammar
+        answer = resolved.grammars.weakenable
         weakest = dict.fromkeys(answer.tools.non_strict_tool_names, WEAKEST_LEVEL)
         for levels in (await self._nearest_compilable_levels_by_tool(answer, tenant), weakest) if weakest else ():
             weaker = await asyncio.to_thread(resolved.build_weaker_grammar, answer.with_weaker_tools(levels), model)

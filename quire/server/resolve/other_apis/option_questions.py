@@ -27,7 +27,13 @@ from quire.server.resolve.other_apis.chat_conversion import (
 from quire.server.resolve.other_apis.input_items import turns_from_items
 from quire.server.resolve.parse import validate_body
 from quire.server.resolve.prompts import build_chat_prompt
-from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
+from quire.server.resolve.resolved_generation import (
+    AnswerForm,
+    AnswerOptions,
+    RequestGrammars,
+    ResolvedGeneration,
+    build_generation,
+)
 from quire.server.served_model import ServedModel
 
 QUESTION_PHRASES: Mapping[QuestionType, str] = {
@@ -93,17 +99,8 @@ class DecisionApiVariant:
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
             )
-            return build_generation(
-                chats[0],
-                self.form,
-                config,
-                model=name,
-                prompts=prompts,
-                params=params,
-                logprobs=True,
-                headers=headers,
-                questions=questions,
-            )
+            options = AnswerOptions(headers=headers, logprobs=True, questions=questions)
+            return build_generation(chats[0], self.form, config, name, prompts, params, options, RequestGrammars())
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
