@@ -51,7 +51,8 @@ class EngineCore:
         kv_offloader = builder.build_kv_offloader(make_tiers)
         drafter = (make_drafter or make_configured_drafter)(worker, builder.config)
         self.executor: Executor = worker.executor
-        self.scheduler = builder.build_scheduler(drafter, kv_offloader)
+        steps_ahead = worker.steps_ahead if steps_ahead is None else steps_ahead
+        self.scheduler = builder.build_scheduler(drafter, kv_offloader, steps_ahead)
         self._config = builder.config
         self._model = builder.model
         self._expected_weights = worker.expected_weights
@@ -59,9 +60,7 @@ class EngineCore:
         self._heartbeat = heartbeat
         self._collective_rpc = worker.collective_rpc
         self._expert_counts = worker.get_offload_counts
-        self._step_runner = StepRunner(
-            self.scheduler, self.executor, worker.steps_ahead if steps_ahead is None else steps_ahead, heartbeat
-        )
+        self._step_runner = StepRunner(self.scheduler, self.executor, steps_ahead, heartbeat)
         self.info = builder.build_engine_info(kv_offloader, load_seconds=time.perf_counter() - began)
         self._measure_memory = builder.build_memory_meter(self.info)
 

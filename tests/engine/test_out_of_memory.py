@@ -141,6 +141,8 @@ def test_row_that_cannot_be_split_stays_whole() -> None:
 
 
 class FakePendingOutput:
+    def sample_tokens(self) -> None: ...
+
     def result(self) -> ModelRunnerOutput:
         return ModelRunnerOutput({})
 

@@ -11,6 +11,13 @@ from quire.engine.common.types import Adapter
 
 
 class PendingOutput(Protocol):
+    def sample_tokens(self) -> None:
+        """Launch the step's sampling, if `launch` could only launch its forward pass.
+
+        This happens when a grammar has to follow a token of the step before, which the host had not read. Call it once
+        that step's result is read, and before the next launch. Does nothing if the step samples already.
+        """
+
     def result(self) -> ModelRunnerOutput:
         """Call once per step, in launch order."""
 

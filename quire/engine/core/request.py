@@ -78,10 +78,9 @@ class Request:
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
         self._pools_all_tokens = pools_all_tokens and sampling is None
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        has_grammar = sampling is not None and sampling.grammar is not None
         self.can_draft = drafting and sampling is not None
-        self.needs_host_tokens = needs_host_tokens or self.can_draft or has_grammar
-        """A grammar or a drafter needs each token before the next step."""
+        self.needs_host_tokens = needs_host_tokens or self.can_draft
+        """The host must know each token before the next step is scheduled, for example because a drafter reads it."""
         self._encoded_digests: set[bytes] = set()
         self._current_encoder_chunk: EncoderChunk | None = None
         self._block_hashes: list[bytes] = []

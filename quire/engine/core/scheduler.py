@@ -108,13 +108,14 @@ class Scheduler:
         drafter, params = self._drafter, engine_request.sampling_params
         drafting = drafter is not None and params is not None and not (drafter.needs_grammar and params.grammar is None)
         is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
+        has_grammar = params is not None and params.grammar is not None
         request = Request(
             engine_request,
             self._num_arrivals,
             limit,
             drafting=drafting,
             pools_all_tokens=self._config.pools_all_tokens,
-            needs_host_tokens=is_pipelined,
+            needs_host_tokens=is_pipelined or (has_grammar and self._config.waits_for_grammar_tokens),
         )
         self._num_arrivals += 1
         max_total_tokens = num_prompt + limit

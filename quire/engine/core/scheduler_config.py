@@ -28,6 +28,11 @@ class SchedulerConfig:
     micro_batches: int = 1
     """Pipeline depth. Steps in flight have disjoint requests, except chunks of one prompt."""
     snapshots: SnapshotConfig | None = None
+    waits_for_grammar_tokens: bool = True
+    """True: a request with a grammar is scheduled only once the host knows its last token. False: its forward pass is
+    launched before that, and the executor samples when the host knows the token (PendingOutput.sample_tokens). False
+    needs exactly one step in flight.
+    """
 
     @property
     def max_chunk_tokens(self) -> int:

@@ -25,7 +25,8 @@ class _LaunchedStep:
 class StepRunner:
     """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
     condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first.
-    Otherwise the request would miss every other step.
+    Otherwise the request would miss every other step. A request with a grammar needs them only to sample: its forward
+    pass is launched ahead, and `sample_tokens` follows when the step before is applied.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -61,6 +62,8 @@ class StepRunner:
             self._scheduler.kv_cache_manager.block_pool.check_invariants()
         elif scheduler_output is None and not self._in_flight:
             self._scheduler.wait_for_loads()
+        if self._in_flight:
+            self._in_flight[-1].pending_output.sample_tokens()
         self._heartbeat.end_step()
         outputs = self._scheduler.take_outputs()
         if self.last_record is not None:

@@ -18,6 +18,9 @@ class CompletedStep:
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
 
+    def sample_tokens(self) -> None:
+        """Does nothing: encoders sample no tokens."""
+
     def result(self) -> ModelRunnerOutput:
         return self._output
 

@@ -60,9 +60,9 @@ class EngineCoreBuilder:
         self._notes += tier_notes
         return kv_offloader
 
-    def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader | None) -> Scheduler:
+    def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader | None, steps_ahead: int) -> Scheduler:
         """Raises ConfigError."""
-        return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
+        return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader, steps_ahead)
 
     def build_memory_meter(self, info: EngineInfo) -> MemoryMeter:
         return make_memory_meter(info, self.config.world_size)

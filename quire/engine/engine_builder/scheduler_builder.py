@@ -20,6 +20,7 @@ def make_scheduler(
     eos_token_ids: tuple[int, ...],
     drafter: Drafter | None,
     kv_offloader: KVOffloader | None,
+    steps_ahead: int,
 ) -> Scheduler:
     """Raises ConfigError."""
     plan = worker.kv_plan
@@ -40,6 +41,7 @@ def make_scheduler(
             tasks=worker.engine_info.tasks,
             micro_batches=worker.micro_batches,
             snapshots=SnapshotConfig(plan.snapshot_slots, config.snapshot_tokens) if plan.snapshot_slots else None,
+            waits_for_grammar_tokens=steps_ahead != 1,
         ),
         waiting=None if worker.adapter_loader is None else AdapterQueue(worker.adapter_loader, config.max_loras),
         drafter=drafter,

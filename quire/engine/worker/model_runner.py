@@ -28,7 +28,13 @@ from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.loading.kv_allocation import RunnerResources
-from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PreparedBatch, PromptLogprobTargets
+from quire.engine.worker.pending_step import (
+    NONFINITE_TOKEN,
+    PendingStep,
+    PreparedBatch,
+    PromptLogprobTargets,
+    UnsampledStep,
+)
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules, pad_logprob_token_ids
@@ -207,11 +213,13 @@ class ModelRunner:
         for slots in scheduler_output.slot_copies:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
-    def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep:
-        """Call in the order of `_prepare_batch`, before a slot gets another owner."""
+    def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep | UnsampledStep:
+        """Call in the order of `_prepare_batch`, before a slot gets another owner.
+
+        Logits are always computed here, where a batch that runs out of memory can still be split.
+        """
         batch = prepared.scheduler_output
         sample_targets = prepared.sample_targets
-        inputs = prepared.inputs
         self._apply_copies(batch)
         if not batch.scheduled_requests:
             nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # already on the host
@@ -229,31 +237,46 @@ class ModelRunner:
             chunks, extra_tensors = self._compute_prompt_logprobs(batch.scheduled_requests, hidden.all_hidden)
             if self._pooler is not None and pooled_rows:
                 extra_tensors.append(self._pooler.pool(pooled_rows, hidden.all_hidden))
-        logprob_indices = [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]
-        if sample_targets.rows and all_greedy:
-            tensors = [
+        if all_greedy and sample_targets.rows:
+            sampled_tensors = [
                 self._sample_and_write_greedy_targets(sample_targets, hidden)
                 if hidden.sampled_tokens is None
-                else hidden.sampled_tokens,
-                *extra_tensors,
+                else hidden.sampled_tokens
             ]
-        else:
-            tensors = [
-                *self._sample_and_write(sample_targets, slot_requests, logprob_indices, hidden.sample_hidden),
-                *extra_tensors,
-            ]
+            return self._finish_launch(prepared, slot_requests, hidden, chunks, sampled_tensors + extra_tensors)
+        logits = self._compute_finite_logits(sample_targets, hidden.sample_hidden)
+
+        @torch.inference_mode()
+        def launch_sampling() -> PendingStep:
+            sampled_tensors = self._sample_and_write(sample_targets, slot_requests, logits)
+            step = self._finish_launch(prepared, slot_requests, hidden, chunks, sampled_tensors + extra_tensors)
+            if self._grammars.requests:
+                self._grammars.mark_sampled(sample_targets.rows)  # last, because the batch may be computed again
+            return step
+
+        if self._grammars.requests and self._grammars.lacks_tokens(sample_targets.rows):
+            return UnsampledStep(launch_sampling)
+        return launch_sampling()
+
+    def _finish_launch(
+        self,
+        prepared: PreparedBatch,
+        slot_requests: list[SlotRequest],
+        hidden: HiddenStates,
+        chunks: list[PromptLogprobTargets],
+        tensors: list[Tensor],
+    ) -> PendingStep:
+        """Launches what follows sampling: updates of draft heads, and the download of `tensors` (see PendingStep)."""
+        batch, sample_targets = prepared.scheduler_output, prepared.sample_targets
         if self._draft_heads is not None:
-            self._draft_heads.update_states(batch, sample_targets, hidden, inputs)
-        sampled_rows = list(zip(sample_targets.rows, slot_requests, strict=True))
-        pooling = None if self._pooler is None else self._pooler.pooling
-        download = HostDownload(tensors, self._download_stream)
+            self._draft_heads.update_states(batch, sample_targets, hidden, prepared.inputs)
         return PendingStep(
-            sampled_rows,
-            logprob_indices,
+            list(zip(sample_targets.rows, slot_requests, strict=True)),
+            _logprob_indices(slot_requests),
             chunks,
-            pooled_rows,
-            pooling,
-            download,
+            [] if self._pooler is None else self._make_pooling_chunks(batch.scheduled_requests),
+            None if self._pooler is None else self._pooler.pooling,
+            HostDownload(tensors, self._download_stream),
             self._grammars,
             hidden.used_cuda_graph,
         )
@@ -407,20 +430,26 @@ class ModelRunner:
         self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
 
+    def _compute_finite_logits(self, sample_targets: SampleTargets, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [R, vocab] float32, and for each row whether they are finite."""
+        if not sample_targets.rows:
+            return hidden.new_empty((0, 0)), hidden.new_empty(0, dtype=torch.bool)
+        logits = self._model.compute_logits(hidden, sample_targets.linear_context)
+        return logits, has_finite_logits(hidden, logits)
+
     def _sample_and_write(
         self,
         sample_targets: SampleTargets,
         slot_requests: list[SlotRequest],
-        logprob_indices: list[int],
-        hidden: Tensor,
+        logits_and_finite_flags: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
         """Tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
-        logprob_tensors at `logprob_indices`.
+        logprob_tensors of the rows that report them. Overwrites the logits.
         """
+        logits, is_finite = logits_and_finite_flags
         if not sample_targets.rows:
-            return [hidden.new_empty(0, dtype=torch.int64)]
-        logits = self._model.compute_logits(hidden, sample_targets.linear_context)
-        is_finite = has_finite_logits(hidden, logits)
+            return [torch.empty(0, dtype=torch.int64, device=logits.device)]
+        logprob_indices = _logprob_indices(slot_requests)
         unmodified = None
         if logprob_indices:
             (reported,) = upload_arrays([np.array(logprob_indices, dtype=np.int64)], logits.device)
@@ -490,3 +519,7 @@ class ModelRunner:
             slot_request.rules.params.prompt_logprobs is not None
             and row.start < slot_request.new_request.num_prompt_tokens - 1
         )
+
+
+def _logprob_indices(slot_requests: list[SlotRequest]) -> list[int]:
+    return [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -63,6 +64,9 @@ class PendingStep:
     grammars: SlotGrammars
     used_cuda_graph: bool = False
 
+    def sample_tokens(self) -> None:
+        """Does nothing, because the tokens are sampled already."""
+
     def result(self) -> ModelRunnerOutput:
         """Waits for the device and advances grammars. Call once."""
         tensors = iter(self.download.wait_for_copy())
@@ -116,6 +120,22 @@ class PendingStep:
                 errors[row.request_id] = error
             first += width
         return token_ids, logprobs, errors
+
+
+@dataclass(slots=True)
+class UnsampledStep:
+    """A step whose forward pass is launched, and whose sampling waits for a token that a grammar must follow first."""
+
+    launch_sampling: Callable[[], PendingStep]
+    _sampled_step: PendingStep | None = None
+
+    def sample_tokens(self) -> None:
+        if self._sampled_step is None:
+            self._sampled_step = self.launch_sampling()
+
+    def result(self) -> ModelRunnerOutput:
+        assert self._sampled_step is not None, "sample_tokens was not called"
+        return self._sampled_step.result()
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:

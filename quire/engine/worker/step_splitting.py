@@ -99,6 +99,10 @@ def make_step_splitter(
 class _PendingParts:
     outputs: Sequence[PendingOutput]
 
+    def sample_tokens(self) -> None:
+        for each in self.outputs:
+            each.sample_tokens()
+
     def result(self) -> ModelRunnerOutput:
         return merge_outputs([each.result() for each in self.outputs])
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.request_params import Grammar, SamplingParams
-from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
@@ -38,12 +38,21 @@ class Step:
 
     batch: SchedulerOutput
     grammars: dict[str, int]
+    """Number of tokens that the host had read of each request when the step's sampling was launched."""
+    launched_sampling: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     output: ModelRunnerOutput | None = None
     device: AsyncDevice | None = None
 
+    def sample_tokens(self) -> None:
+        assert self.device is not None
+        if not self.launched_sampling.is_set():
+            self.grammars = self.device.read_counts()
+            self.launched_sampling.set()
+
     def result(self) -> ModelRunnerOutput:
         assert self.device is not None
+        assert self.launched_sampling.is_set(), "the step samples nothing"
         self.done.wait()
         if self.device.failure is not None:
             raise self.device.failure
@@ -55,8 +64,9 @@ class Step:
 class AsyncDevice:
     """Runs launched steps in order, in its own thread, after random delays.
 
-    As for the real device, the host determines at launch which tokens a grammar allows next. It must have read the
-    results of all tokens before the one to sample.
+    As for the real device, the host determines which tokens a grammar allows next when it launches the sampling. It
+    must have read the results of all tokens before the one to sample. If it has not at launch, sampling waits for
+    `sample_tokens`.
     """
 
     def __init__(self, seed: int, *, stages: int = 1) -> None:
@@ -77,9 +87,14 @@ class AsyncDevice:
         for row in batch.scheduled_requests if self._stages > 1 else ():
             known = row.start + row.num_tokens - len(row.draft_token_ids)
             assert known <= self._read[row.request_id], "a token that the first stage does not know"
-        step = Step(batch, dict(self._read), device=self)
+        step = Step(batch, self.read_counts(), device=self)
+        if all(step.grammars[row.request_id] == num_known_tokens(row) for row in rows_with_grammars(batch)):
+            step.launched_sampling.set()
         self._queue.put(step)
         return step
+
+    def read_counts(self) -> dict[str, int]:
+        return dict(self._read)
 
     def learn(self, output: ModelRunnerOutput) -> None:
         for name, tokens in output.token_ids.items():
@@ -93,6 +108,7 @@ class AsyncDevice:
         while (step := self._queue.get()) is not None:
             time.sleep(self._delays.uniform(0, MOST_DELAY))
             try:
+                assert step.launched_sampling.wait(10), "nobody launched the sampling"
                 step.output = self._execute(step)
             except BaseException as failure:
                 self.failure = failure
@@ -100,15 +116,21 @@ class AsyncDevice:
 
     def _execute(self, step: Step) -> ModelRunnerOutput:
         output = self._device.execute(step.batch)
-        for row in step.batch.scheduled_requests:
-            if row.should_sample and row.request_id.startswith("grammar"):
-                known = row.start + row.num_tokens - len(row.draft_token_ids)
-                assert step.grammars[row.request_id] == known, "a grammar that lacks tokens"
+        for row in rows_with_grammars(step.batch):
+            assert step.grammars[row.request_id] == num_known_tokens(row), "a grammar that lacks tokens"
         logprobs = {
             name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
             for name, tokens in output.token_ids.items()
         }
         return msgspec.structs.replace(output, logprobs=logprobs)
+
+
+def rows_with_grammars(batch: SchedulerOutput) -> list[ScheduledRequest]:
+    return [row for row in batch.scheduled_requests if row.should_sample and row.request_id.startswith("grammar")]
+
+
+def num_known_tokens(row: ScheduledRequest) -> int:
+    return row.start + row.num_tokens - len(row.draft_token_ids)
 
 
 @contextmanager
@@ -161,6 +183,7 @@ def serve(
             max_num_batched_tokens=10,
             eos_token_ids=(EOS,),
             micro_batches=micro_batches,
+            waits_for_grammar_tokens=ahead != 1,
         ),
         drafter=DRAFTERS[drafts],
     )
@@ -250,6 +273,8 @@ def test_step_runner_launches_next_step_before_last_ends() -> None:
         def __init__(self, output: ModelRunnerOutput) -> None:
             self.number, self.output = len(launched), output
 
+        def sample_tokens(self) -> None: ...
+
         def result(self) -> ModelRunnerOutput:
             assert len(launched) > self.number or self.number == 5, "nothing under way"
             return self.output
@@ -273,24 +298,43 @@ def test_step_runner_launches_next_step_before_last_ends() -> None:
     assert [len(output.new_ids) for output in outputs] == [1] * 5
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_grammar_request_is_scheduled_in_every_step(ahead: int) -> None:
-    """The grammar's request waits for its last token, and is in every step all the same."""
+def test_grammar_request_is_scheduled_in_every_step(ahead: int, waits: bool) -> None:
+    """The grammar's request is in every step. If it need not wait for its last token, the next step's forward pass is
+    launched before the last step's result is read, and its sampling after that.
+    """
+    if ahead == 2 and not waits:
+        pytest.skip("sampling waits for one step at most")
     inner = FakeDevice()
     rows: list[list[str]] = []
+    events: list[str] = []
 
     class Done:
         def __init__(self, output: ModelRunnerOutput) -> None:
-            self.result = lambda: output
+            self.number, self.output = len(rows), output
+
+        def sample_tokens(self) -> None:
+            events.append(f"sample {self.number}")
+
+        def result(self) -> ModelRunnerOutput:
+            events.append(f"read {self.number}")
+            return self.output
 
     class Device:
         def launch(self, batch: SchedulerOutput) -> Done:
             rows.append([row.request_id for row in batch.scheduled_requests])
+            events.append(f"launch {len(rows)}")
             return Done(inner.execute(batch))
 
     scheduler = Scheduler(
         SchedulerConfig(
-            num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK,
+            max_model_len=CONTEXT,
+            max_num_seqs=2,
+            max_num_batched_tokens=10,
+            waits_for_grammar_tokens=waits,
         )
     )
     steps = StepRunner(scheduler, Device(), ahead, NullHeartbeat())
@@ -300,6 +344,8 @@ def test_grammar_request_is_scheduled_in_every_step(ahead: int) -> None:
         steps.run_step()
     assert rows.count(["free", "held"]) >= 9 - ahead
     assert len(rows) <= 9 + ahead
+    order = [events.index(event) for event in ("launch 3", "read 2", "sample 3", "launch 4", "read 3", "sample 4")]
+    assert (order == sorted(order)) is not waits
 
 
 @pytest.fixture(scope="module")
@@ -344,20 +390,21 @@ def test_engine_with_steps_ahead_returns_same_answers(requests: list[EngineCoreR
         assert tight[name].prompt_logprobs == answer.prompt_logprobs
 
 
-def test_reused_slot_uses_grammar_of_new_request() -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_reused_slot_uses_grammar_of_new_request(ahead: int) -> None:
     """A request is aborted while its token is being computed, and another request with a grammar gets its slot."""
-    engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1))
+    engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1), steps_ahead=ahead)
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     expected = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
-    steps = StepRunner(engine.scheduler, engine.executor, 2, NullHeartbeat())
     engine.add_request(first)
-    steps.run_step()
+    engine.step()
+    engine.step()
     engine.abort_request("first")
     engine.add_request(second)
-    outputs = steps.run_step()
-    while steps.has_work:
-        outputs += steps.run_step()
+    outputs = engine.step()
+    while engine.has_work:
+        outputs += engine.step()
     actual = [output for output in outputs if output.id == "second"]
     assert actual[-1].finish_reason == "stop"
     assert [token for output in actual for token in output.new_ids] == expected

@@ -39,6 +39,7 @@ from quire.engine.worker.loading import model_loader as loading_model
 from quire.engine.worker.loading.drafts import draft_head_loader as draft_head
 from quire.engine.worker.loading.drafts import draft_model_loader as draft_model
 from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.pending_step import UnsampledStep
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.startup_steps import decoder_startup
 from quire.engine.worker.trials import backend_trials
@@ -167,13 +168,16 @@ def start(
     with gpu.allows_waits():
         config = EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options)
         engine = EngineCore(config, make_drafter=make_drafter, steps_ahead=1)
-    launch = ModelRunner.launch
 
-    def launched(runner: ModelRunner, batch: Any) -> Any:
-        with gpu.never_waits():
-            return launch(runner, batch)
+    def never_waits(method: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(*arguments: Any) -> Any:
+            with gpu.never_waits():
+                return method(*arguments)
 
-    monkeypatch.setattr(ModelRunner, "launch", launched)
+        return launched
+
+    monkeypatch.setattr(ModelRunner, "launch", never_waits(ModelRunner.launch))
+    monkeypatch.setattr(UnsampledStep, "sample_tokens", never_waits(UnsampledStep.sample_tokens))
     return engine
 
 

@@ -105,7 +105,9 @@ class LastStageRunner(ModelRunner):
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():
-                first.pending_step = self._compute_and_sample_batch(first.prepared)
+                pending_step = self._compute_and_sample_batch(first.prepared)
+            assert isinstance(pending_step, PendingStep), "a grammar lacks a token"
+            first.pending_step = pending_step
             sample_targets, sampled_ids = first.prepared.sample_targets, first.pending_step.download.wait_for_copy()[0]
             self._unsent_samples.append(
                 SampledTokens(sample_targets.slots.tolist(), sample_targets.positions.tolist(), sampled_ids.tolist())
@@ -118,6 +120,9 @@ class _InFlightStep:
     runner: LastStageRunner
     prepared: PreparedBatch
     pending_step: PendingStep | None = None
+
+    def sample_tokens(self) -> None:
+        """Does nothing: `result` computes the step, and the scheduler waits for tokens that grammars need."""
 
     def result(self) -> ModelRunnerOutput:
         return self.runner.finish_steps_through(self).result()

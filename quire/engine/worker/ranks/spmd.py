@@ -114,6 +114,11 @@ class _WatchedStep:
     ranks: SpmdRanks
     pending: PendingOutput
 
+    def sample_tokens(self) -> None:
+        """Followers know no grammars. They have launched their part already, and wait for the first rank's tokens."""
+        with self.ranks.rank_failures_as_engine_errors():
+            self.pending.sample_tokens()
+
     def result(self) -> ModelRunnerOutput:
         with self.ranks.rank_failures_as_engine_errors():
             output = self.pending.result()

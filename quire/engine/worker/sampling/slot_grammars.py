@@ -68,6 +68,8 @@ class SlotGrammars:
         """Those with a grammar, by slot. While there are none, no method needs to be called."""
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
+        self._slots_with_unread_token: set[int] = set()
+        """A token is sampled there that the host has not read, so the matcher is one token behind."""
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
         """Loads in a thread, because this takes a second for 150,000 tokens and would stall streams."""
@@ -99,6 +101,15 @@ class SlotGrammars:
         """A matcher's lexer may be large."""
         for each in (self.requests, self._states, self._failures):
             each.pop(slot, None)
+        self._slots_with_unread_token.discard(slot)
+
+    def lacks_tokens(self, rows_to_sample: Sequence[ScheduledRequest]) -> bool:
+        """True if the host must read a token before `fill_bitmask` can tell what these rows allow."""
+        return not self._slots_with_unread_token.isdisjoint(row.slot for row in rows_to_sample)
+
+    def mark_sampled(self, rows: Sequence[ScheduledRequest]) -> None:
+        """These rows lack a token from now on, until `advance_and_get_failure`."""
+        self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
         """A row with drafts occurs once per position, side by side. None if unconstrained."""
@@ -145,6 +156,7 @@ class SlotGrammars:
         """Does nothing if the slot has another owner, or the request no grammar."""
         if self.requests.get(slot) is not new_request:
             return None
+        self._slots_with_unread_token.discard(slot)
         self._advance_matcher(slot, token_ids)
         return self._failures.get(slot)
 
