@@ -18,7 +18,7 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
-    """None if no file here describes it."""
+    """Return None if no family has this model type."""
     family = find_any_family(model_type)
     return family if isinstance(family, DecoderFamily) else None
 
@@ -33,7 +33,7 @@ def find_any_family(model_type: object) -> ModelFamily | None:
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
-    if _find_family_by_module_name(str(model_type)) is not None:  # a model type has one family
+    if _find_family_by_module_name(str(model_type)) is not None:  # its family is text-only
         return None
     return _multimodal_families_by_model_type().get(str(model_type))
 
@@ -60,7 +60,7 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
-    """Importing all modules would take a tenth of `quire plan`."""
+    """Avoid importing all modules, which would take a tenth of `quire plan`."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

@@ -1,5 +1,5 @@
-"""Text models of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the vector is a projection of the last
-token's hidden state. CLIP's attention is causal; SigLIP pads texts to a fixed length.
+"""Text models of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): a text's vector is a projection of its
+last token's hidden state. CLIP's attention is causal. SigLIP pads texts to a fixed length.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): MLA, and experts after dense layers; groups are ranked by their best
-expert.
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): MLA, and experts after dense layers. Groups of experts are ranked by
+their best expert.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROUTING: SpecFields = {
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
 """llama.cpp's values of expert_gating_func."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
-"""Older files of DeepSeek-V3 do not record that 4 of 8 groups are chosen."""
+"""Identifies DeepSeek-V3 in older files, which do not record that 4 of 8 groups are chosen."""
 MLA_GGUF_MODULES = {
     **LAYER_MODULES,
     **expert_modules(),
@@ -71,7 +71,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Newer files have separate sizes for cached and for expanded keys and values."""
+    """Read the sizes of expanded keys and values. Newer files also have the sizes of cached ones."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
@@ -88,7 +88,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """mscale_all_dim follows from the file's multiplier; mscale equals it in published models."""
+    """The file's multiplier determines mscale_all_dim. In published models, mscale equals mscale_all_dim."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

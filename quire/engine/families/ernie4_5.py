@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu, 2025): interleaved RoPE, biases everywhere or nowhere."""
+"""ERNIE 4.5, dense (Baidu, 2025): interleaved RoPE, and biases in all linears or none."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ from quire.engine.families.ernie4_5 import ERNIE4_5
 
 
 def _normalizer_eps(config: ModelConfig) -> float:
-    """moe_norm_min is added to the sum of weights, which is harmless up to 1e-6. Raises ModelError above that."""
+    """Return moe_norm_min. Quire adds it to the sum of weights, which is harmless up to 1e-6. Raises ModelError above
+    that.
+    """
     least = config.raw.get("moe_norm_min") or 0.0
     if least > 1e-6:
         raise ModelError(f"model: config.json: moe_norm_min: at most 1e-06 is served, got {least}")

@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research, 2025): post-norms instead of pre-norms; in models with windows, full-attention layers have
+"""EXAONE 4 (LG AI Research, 2025): post-norms instead of pre-norms. In models with windows, full-attention layers have
 no RoPE.
 """
 

@@ -1,5 +1,5 @@
-"""Falcon (Almazrouei et al., 2023): parallel attention and MLP with one norm or two. Some models replace RoPE by ALiBi,
-added before scores are scaled.
+"""Falcon (Almazrouei et al., 2023): parallel attention and MLP, with one norm or two. Some models replace RoPE by
+ALiBi, which is added before scores are scaled.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFor
 from quire.engine.families.gemma import GEMMA
 
 _LARGEST_MODEL_LAYERS = 46
-"""A model with this many layers scales attention by hidden_size / heads, which GGUF does not record."""
+"""A model with this many layers scales attention by hidden_size / heads instead of the head size, which GGUF does not
+record.
+"""
 
 
 def read_gemma_gguf_fields(

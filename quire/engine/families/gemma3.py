@@ -1,5 +1,5 @@
-"""Gemma 3's text models (Gemma Team, 2025): QK norms instead of softcapped scores; full-attention layers, by default
-every sixth, have their own RoPE.
+"""Gemma 3's text models (Gemma Team, 2025): QK norms instead of softcapped scores. By default, every sixth layer has
+full attention, with its own RoPE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _read_gemma3_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) 
     own = read_gemma_gguf_fields(metadata, fields, largest_model_layers=_LARGEST_MODEL_LAYERS)
     local = {"rope_type": "default", "rope_theta": metadata.float("rope.freq_base_swa") or 10_000.0}
     own["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
-    if not own["sliding_window"]:  # As in llama.cpp, all layers have full attention.
+    if not own["sliding_window"]:  # as in llama.cpp, all layers then have full attention
         own["sliding_window_pattern"] = 1
     return own
 

@@ -1,6 +1,6 @@
-"""Gemma 4's text models (Google, 2026): every sixth layer has full attention, larger heads, RoPE on a quarter of them
-and, in large models, keys used as values. In small models the last layers reuse others' KV cache, and each layer has
-its own embeddings. One model has experts parallel to its MLPs.
+"""Gemma 4's text models (Google, 2026): every sixth layer has full attention, larger heads, RoPE on a quarter of each
+head and, in large models, keys used as values. In small models the last layers reuse the KV cache of earlier ones, and
+each layer has its own embeddings. One model has experts parallel to its MLPs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""True: the layer has a window."""
+"""Keyed by whether the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
 def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
-    """The last layer always has full attention."""
+    """The last layer gets full attention, whatever the file says."""
     fill_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
     layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
     if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
@@ -79,7 +79,9 @@ def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
 
 
 def _kv_source_layers(config: ModelConfig) -> list[int | None]:
-    """None: the layer's own. The last layers read from the last unshared layer of their type. Raises ModelError."""
+    """Return the layer whose keys each layer reads, or None for its own. The last layers read from the last unshared
+    layer of their type. Raises ModelError.
+    """
     kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
     if shared >= len(kinds):
         raise ModelError(
@@ -152,7 +154,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """Return per_layer_config's overrides by layer; None without it. Keys may have leading zeros. Raises ModelError."""
+    """Return per_layer_config by layer index, or None if missing. Keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -7,7 +7,7 @@ from quire.engine.families.base import ModelConfig, indexer_reader, mla_mixers_r
 from quire.engine.families.deepseek_v32 import DEEPSEEK_V32
 
 _DEFAULT_SKIP_OFFSET = 2
-"""Of index_skip_topk_offset."""
+"""Default of index_skip_topk_offset."""
 
 
 def _check_indexer_types(config: ModelConfig) -> None:

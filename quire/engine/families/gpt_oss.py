@@ -31,7 +31,7 @@ def _read_gpt_oss_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
         "sliding_window": metadata.integer("attention.sliding_window"),
     }
     if fields["rope_parameters"]["rope_type"] == "yarn":
-        # Bounds are not rounded. Only config.json says so, not GGUF.
+        # YaRN's bounds are not rounded, which GGUF files do not say.
         own["rope_parameters"] = fields["rope_parameters"] | {"truncate": False}
     return own
 

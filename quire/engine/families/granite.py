@@ -1,5 +1,5 @@
-"""Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits. The residual stream is kept
-divided by the residual multiplier: norms ignore a factor, except in their eps, which is divided by its square.
+"""Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits. The residual stream is stored
+divided by the residual multiplier. Norms cancel this factor if their eps is divided by its square.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Granite 4 (IBM, 2025): Granite with Mamba-2 in most layers; experts with a shared MLP, or only an MLP; with or
-without RoPE.
+"""Granite 4 (IBM, 2025): Granite with Mamba-2 in most layers, and experts with a shared MLP, or only an MLP. Some
+models have no RoPE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hunyuan MoE (Tencent, 2025): experts in every layer, and a shared one."""
+"""Hunyuan MoE (Tencent, 2025): experts and a shared expert in every layer."""
 
 from __future__ import annotations
 

@@ -29,17 +29,17 @@ _SIZES = {
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Fields of linear_attn_config to transformers' names."""
+"""Fields of linear_attn_config, mapped to transformers' names."""
 _DENSE_MODULES = {
     f"{module}.{name}_proj": f"mlp.{name}_proj"
     for module in ("mlp", "block_sparse_moe")
     for name in ("gate", "up", "down")
 }
-"""transformers saves MLPs of layers without experts under the experts' name."""
+"""transformers saves MLPs of dense layers under the name of experts."""
 
 
 def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
-    """Published files have linear_attn_config, those that transformers saved have its contents."""
+    """Published files have linear_attn_config. Files that transformers saved have its contents as top-level fields."""
     linear = fields.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     fields |= {name: linear[alias] for alias, name in _SIZES.items() if linear.get(alias) is not None}
@@ -52,7 +52,7 @@ def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
 
 
 def _check_kimi_linear(config: ModelConfig) -> None:
-    """Raises ModelError, also for Kimi K3's additions."""
+    """Raises ModelError for unsupported fields, such as Kimi K3's additions."""
     raw = config.raw
     linear = raw.get("linear_attn_config") or {}
     named = (linear.get("kda_layers"), linear.get("full_attn_layers"))

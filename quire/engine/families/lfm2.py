@@ -53,7 +53,7 @@ LFM2_GGUF_MODULES = {
     **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
 }
 LFM2_GGUF_MODEL_MODULES = {"token_embd_norm": "model.norm"}
-"""Misnamed in GGUF files: the norm follows all layers."""
+"""GGUF files misname the norm after all layers."""
 
 
 def read_short_conv_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:

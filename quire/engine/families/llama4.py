@@ -1,5 +1,5 @@
-"""Llama 4 (Meta, 2025): experts that scale their inputs by the routing weights, a shared expert, and chunked attention
-with weightless QK norms, except in layers without RoPE.
+"""Llama 4 (Meta, 2025): experts that scale their inputs by the routing weights, and a shared expert. Layers with RoPE
+have chunked attention and QK norms without weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _layer_type(layer: int, every: int, rotates: Any) -> str:
 
 
 def _chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
-    """None if the longest context fits in a chunk."""
+    """Return tokens per chunk and layer; None for full attention, or if the longest context fits in a chunk."""
     longest = config.max_model_len or config.max_position
     sizes = layer_windows({**config.raw, "sliding_window": config.raw.get("attention_chunk_size")}, config.num_layers)
     return tuple(None if size is None or size >= longest else size for size in sizes)

@@ -48,7 +48,7 @@ def _fill_nemotron_h_fields(fields: dict[str, Any]) -> None:
         fields["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
     kinds = fields["layer_types"]
     if isinstance(kinds, list) and 1 <= len(kinds) <= MAX_LAYERS:
-        fields["num_hidden_layers"] = len(kinds)  # config.json's number is ignored
+        fields["num_hidden_layers"] = len(kinds)  # replaces config.json's number
     if isinstance(kinds, list) and "mlp" not in kinds and "moe" not in kinds:
         fields["hidden_act"] = None  # only MLPs use it
     fill_hybrid_layer_types(fields, lambda layer: "linear_attention")

@@ -1,5 +1,5 @@
-"""Zamba 2 (Zyphra, 2024): Mamba-2 in all layers, in some preceded by one of a few attention and MLP blocks with shared
-weights.
+"""Zamba 2 (Zyphra, 2024): Mamba-2 in all layers. In some layers, one of a few shared blocks of attention and MLP
+precedes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.engine.families.base import (
 from quire.kernels.parameters.activation import GELU, Activation
 
 _MAX_SHARED_USES = 64
-"""Names of low-rank linears are listed in advance for this many layers."""
+"""Maximum number of layers that use shared blocks, whose low-rank linears have names for this many layers."""
 _SHARED_MODULE = "shared_transformer"
 _SHARED_GATE_UP = (f"{_SHARED_MODULE}.feed_forward.gate_proj", f"{_SHARED_MODULE}.feed_forward.up_proj")
 _GATE_ACTIVATIONS: dict[str, Activation] = {
@@ -33,7 +33,7 @@ _GATE_ACTIVATIONS: dict[str, Activation] = {
 
 
 def _fill_zamba2_fields(fields: dict[str, Any]) -> None:
-    """Attention reads twice the hidden size. transformers allows another head size."""
+    """By default, a head has 2 * hidden size / heads elements, because attention reads twice the hidden size."""
     hybrid = [*range(6, 48, 6), 47, 51]
     fill_hybrid_layer_types(fields, lambda layer: "hybrid" if layer in hybrid else "linear_attention")
     fill_mamba2_head_dim(fields)

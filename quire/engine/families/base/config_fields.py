@@ -11,7 +11,7 @@ POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
 """Norms follow sublayers instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""Values by field name, or readers called with the config. A list or tuple has one value per layer."""
+"""Values by field name. A callable gets the config and returns the value. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
@@ -23,12 +23,12 @@ def flag_reader(name: str) -> ConfigReader:
 
 
 def default_true_reader(name: str) -> ConfigReader:
-    """A missing or null field is true."""
+    """The reader returns True unless the field is false."""
     return lambda config: config.raw.get(name) is not False
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
-    """Returns `default` if the field is missing or 0."""
+    """The reader returns `default` if the field is missing, null or 0."""
     return lambda config: config.raw.get(name) or default
 
 
@@ -45,7 +45,7 @@ def attention_bias_readers(name: str) -> SpecFields:
 
 
 def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
-    """Raises ModelError unless all are integers."""
+    """Raises ModelError unless all fields are integers."""
     values = [config.raw.get(name) for name in names]
     for name, size in zip(names, values, strict=True):
         if not isinstance(size, int):
@@ -63,6 +63,6 @@ def fill_intermediate_size(fields: dict[str, Any]) -> None:
 
 
 def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
-    """With multi_query, all heads share one key and value, except with new_decoder_architecture."""
+    """If multi_query is set, all heads share one key and value, unless new_decoder_architecture is set."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

@@ -13,7 +13,7 @@ from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.model_config import ModelConfig
 
 PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
-"""The MLP reads attention's normed input."""
+"""The MLP reads the same normed input as attention."""
 
 
 def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:

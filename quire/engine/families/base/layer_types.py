@@ -13,7 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Tokens per layer; None: unlimited."""
+    """Return tokens per attention layer; None if unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -30,7 +30,7 @@ def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int 
 
 
 def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Without layer_types, layers from max_window_layers on have windows."""
+    """If no field lists layer types, layers from max_window_layers on have windows."""
     windows = layer_windows(text_fields, num_layers)
     if (
         text_fields.get("layer_types")
@@ -73,7 +73,7 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """Layers of `other_kinds` get None."""
+    """`values` has one value per attention layer. Layers of `other_kinds` get None."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))

@@ -49,7 +49,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Renames legacy layer types. `kind_of` maps layer indices to default types."""
+    """Renames legacy layer types. `kind_of` returns a layer's default type."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -60,7 +60,7 @@ def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str
 
 
 def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """`inner_size`: total size of all heads; default: mamba_expand times the hidden size."""
+    """`inner_size` is the size of all heads, by default mamba_expand times the hidden size."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
         if isinstance(inner_size, int):
@@ -87,6 +87,6 @@ def check_mamba2_width(config: ModelConfig) -> None:
 
 
 def _parse_infinity(value: Any) -> Any:
-    """transformers writes numbers that JSON lacks as {"__float__": ...}."""
+    """Convert numbers that JSON lacks, which transformers writes as {"__float__": ...}."""
     written = value.get("__float__") if isinstance(value, Mapping) else None
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else value

@@ -30,7 +30,7 @@ MAMBA_MODULES: LayerModules = {
     "mamba.x_proj": ("mamba.x_proj_dt", "mamba.x_proj_b", "mamba.x_proj_c"),
 }
 _HEAD_SIZES = (64, 32, 16)
-"""Channels per head: the first that divides the number of channels."""
+"""Channels per head. The first that divides the number of channels is used."""
 _SIZE_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
 
 
@@ -47,7 +47,7 @@ def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayer
 
 
 def fill_mamba_sizes(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """`inner_size`: number of channels; default: mamba_expand times the hidden size."""
+    """`inner_size` is the number of channels, by default mamba_expand times the hidden size."""
     hidden, times = fields.get("hidden_size"), fields.get("mamba_expand")
     if inner_size is None and isinstance(hidden, int) and isinstance(times, int):
         inner_size = times * hidden

@@ -13,15 +13,15 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""In all families, latent norms and index keys' norms ignore rms_norm_eps."""
+"""All families use this instead of rms_norm_eps in norms of latents and index keys."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""qk_rope_head_dim replaces these fields of older files."""
+"""Fields of older files that qk_rope_head_dim replaces."""
 
 
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True, *, read_indexer: ConfigReader = lambda config: None
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """is_interleaved: RoPE pairs neighbors. read_indexer: returns MLALayerSpec.indexer."""
+    """`is_interleaved` tells whether RoPE pairs neighbors. `read_indexer` returns MLALayerSpec.indexer."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         spec = mla_spec(config, norm, is_interleaved=is_interleaved(config))
@@ -31,7 +31,7 @@ def mla_mixers_reader(
 
 
 def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
-    """`is_interleaved`: of the indexer's own RoPE. The reader raises ModelError."""
+    """`is_interleaved` applies to the indexer's own RoPE. The reader raises ModelError."""
 
     def read_indexer(config: ModelConfig) -> IndexerSpec:
         raw = config.raw
@@ -54,7 +54,7 @@ def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
 def mla_spec(
     config: ModelConfig, norm: NormSpec, *, is_interleaved: bool = True, has_rope: bool = True
 ) -> MLALayerSpec:
-    """has_rope: False for NoPE. Raises ModelError."""
+    """`has_rope` is False for NoPE. Raises ModelError."""
     raw = config.raw
     sizes: dict[str, Any] = {name: raw.get(name) for name in MLA_SIZE_FIELDS}
     for name, size in sizes.items():
@@ -85,7 +85,7 @@ def mla_spec(
 
 
 def fill_mla_head_dims(fields: dict[str, Any]) -> None:
-    """As in transformers, head_dim is the rotated part's size."""
+    """As in transformers, head_dim becomes the number of rotated elements."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if fields.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         fields["v_head_dim"] = hidden // heads

@@ -9,7 +9,7 @@ from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """config.json under Llama's names. Other fields stay in `raw`."""
+    """Common fields of config.json, under Llama's names. `raw` has all fields."""
 
     model_type: str
     vocab_size: int
@@ -28,11 +28,11 @@ class ModelConfig:
     raw: FamilyConfigFields
     """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
-    """Set by read_eos_token_ids; () before."""
+    """Empty until read_eos_token_ids is called."""
     max_model_len: int | None = None
-    """Longest context to serve, in tokens; None: `max_position`."""
+    """Longest context to serve, in tokens. If None, it is `max_position`."""
     rope_context: int | None = None
-    """Context in tokens that RoPE is chosen for, if it matters."""
+    """Context in tokens that RoPE is computed for; None if RoPE does not depend on it."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     transformers_config: Mapping[str, Any] | None = None
-    """All of config.json, for transformers' classes."""
+    """All of config.json if transformers' class computes the model."""

@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Few enough to create without weights."""
+"""Limit for all layers. So many experts can be created without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
@@ -32,11 +32,11 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""DeepSeek-V3 (2024) has sigmoid weights, and ranks groups by their two best experts."""
+"""As in DeepSeek-V3 (2024), weights are sigmoids, and groups are ranked by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
-    """`routing_fields`: fields of Routing. Raises ModelError."""
+    """`routing_fields` are fields of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -66,7 +66,7 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
-    """0 without shared experts."""
+    """Return 0 if there are no shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -90,7 +90,7 @@ def mlp_intermediate_size(config: ModelConfig) -> int:
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """Returns None for size 0, unless `is_required`. Default size: shared_expert_width."""
+    """The reader returns None for size 0, unless `is_required`. By default the size is shared_expert_width."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -113,7 +113,7 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """`routing`: fields of Routing. By default, weights are the softmax of the chosen scores, as in Mixtral."""
+    """`routing` has fields of Routing. By default, weights are the softmax of the chosen scores, as in Mixtral."""
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
@@ -133,7 +133,7 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""Over all experts. norm_topk_prob normalizes the chosen weights."""
+"""The softmax is over all experts. norm_topk_prob normalizes the chosen weights."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
@@ -143,7 +143,7 @@ GROUPED_MOE = moe_reader(
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""Qwen scales the shared expert's output by the sigmoid of a linear with one output."""
+"""As in Qwen, the sigmoid of a linear with one output scales the shared expert's output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

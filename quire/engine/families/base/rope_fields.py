@@ -17,13 +17,13 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""In tokens, for LongRoPE models without this field."""
+"""Tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""For these, transformers' classes choose frequencies by the longest context."""
+"""RoPE types whose frequencies depend on the longest context in transformers' classes."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One set of RoPE parameters, or one per kind of layer.
+    """Return one set of RoPE parameters, or one set per layer type.
 
     transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters. If
     a file has both objects, rope_scaling counts.
@@ -38,7 +38,7 @@ def rope_types(fields: Mapping[str, Any]) -> set[str]:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Empty if absent. Qwen's mrope is the default type with several positions per token."""
+    """Return "" if no type is named. Qwen's mrope is the default type with several positions per token."""
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     return "default" if kind == "mrope" else kind
 
@@ -54,8 +54,8 @@ def normalize_rope(
     """Adds rope_type and, for types that need it, the context length of training, like transformers'
     `standardize_rope_params`.
 
-    `defaults`: rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides that of
-    `rope_fields`.
+    `defaults` has rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides the context
+    length in `rope_fields`.
     """
     rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
     rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
@@ -71,7 +71,7 @@ def normalize_rope(
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """The parameters of all layers, or those that all kinds of layers share."""
+    """Return the parameters of all layers, without sets for single layer types."""
     rope_fields = dict(rope_object(raw))
     rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     rope = normalize_rope(
@@ -90,7 +90,7 @@ def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, h
 
 
 def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
-    """YaRN may extend config.json's value, as Qwen advises."""
+    """Return config.json's value, or YaRN's extended context if longer, as Qwen advises."""
     config_positions = raw.get("max_position_embeddings") or 2048
     if rope["rope_type"] != "yarn":
         return config_positions
@@ -112,12 +112,14 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """(): three consecutive sections; otherwise default sizes of interleaved sections."""
+    """If `interleaved_sections` is empty, the three sections are consecutive. Otherwise it has the default sizes of
+    interleaved sections.
+    """
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """Only layers without a window may have scaled RoPE. `full` and `sliding` read defaults of rope_theta."""
+    """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         raw = config.raw
@@ -136,7 +138,7 @@ def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
 
 
 def periodic_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """One in every few layers has no RoPE (NoPE: Yang et al., 2025)."""
+    """Return None for layers without RoPE, by default every fourth (NoPE: Yang et al., 2025)."""
     every, layers = config.raw.get("no_rope_layer_interval") or 4, config.num_layers
     uses_rope = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     return [config.rope if is_rotated else None for is_rotated in uses_rope]

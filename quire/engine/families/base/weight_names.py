@@ -21,9 +21,9 @@ FUSED_MODULES: LayerModules = {
     "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
     "conv.in_proj": SHORT_CONV_PROJECTIONS,
 }
-"""GGUF files of any family use these too."""
+"""Fused modules and the modules they join. GGUF files of any family have them too."""
 GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
-"""Rows of each head: its query, then its output gate."""
+"""Each head has rows of its query, then of its output gate."""
 
 
 def delta_net_projections(letters: str) -> tuple[str, ...]:
@@ -38,37 +38,39 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor for all experts. By default an expert is [inputs, outputs] with interleaved gate and up outputs, as in
+    """One tensor has all experts. By default an expert is [inputs, outputs] with interleaved gate and up outputs, as in
     gpt-oss.
     """
 
     gate_up_halves: bool = False
     always_transposed: bool = False
-    """Halves are [inputs, outputs] instead of [outputs, inputs]."""
+    """With gate_up_halves, an expert is [inputs, outputs] instead of [outputs, inputs]."""
     maybe_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
-    """Modules outside layers, without prefix, to Llama's names."""
+    """Names of modules outside layers, without prefix, mapped to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """To Llama's names. Rows of several names follow each other, sometimes head by head."""
+    """Names of modules in layers, mapped to Llama's names. If a module maps to several, their rows follow each other,
+    sometimes head by head.
+    """
     is_fused_by_kv_head: bool = False
-    """Rows of each key-value head: its queries, key and value (GPT-NeoX's order). In a delta net, rows of each key
-    head: all its parts.
+    """Fused rows are ordered by key-value head: its queries, key and value (GPT-NeoX's order). In a delta net, they are
+    ordered by key head.
     """
     transposed_modules: tuple[str, ...] = ()
-    """Weights are [in, out]."""
+    """Modules whose weights are [in, out]."""
     has_interleaved_rope: bool = False
     unused_tensors: tuple[str, ...] = ()
     position_offset: int = 0
-    """Unused first rows of the position table."""
+    """Number of unused first rows of the position table."""
     stacked_experts: StackedExperts | None = None
-    """None: each expert has its own tensors."""
+    """If None, each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
-        """GGUF tensors have Llama's names, except fused ones."""
+        """Return names for GGUF tensors, which have Llama's names, except fused ones."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
             f"mamba.{name.rpartition('.')[2]}": own
@@ -90,7 +92,7 @@ class WeightNames:
         return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
     def module_in_checkpoint(self, name: str) -> str:
-        """May be a fused module."""
+        """Return the stored module, possibly fused, that contains `name`."""
         if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
         for stored, modules in self.layer_modules.items():
@@ -100,8 +102,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """The order of a stored head's elements in which RoPE pairs i with i + head_dim / 2, if it differs. In both halves,
-    unrotated elements follow the rotated ones.
+    """Return the order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if it is the
+    stored order. In both halves, unrotated elements follow the rotated ones.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

@@ -25,7 +25,7 @@ class Gemma3VisionSpec(VisionSpec):
     square_side: int
     tokens_per_image: int
     begin_token_id: int
-    """Chat templates write only this token."""
+    """Chat templates write only this one token for an image."""
     end_token_id: int
 
     @property

@@ -1,5 +1,5 @@
-"""Gemma 4 (Google, 2026): images are resized to squares of patches, one per token. Tests compare with transformers'
-image_processing_pil_gemma4.py.
+"""Gemma 4 (Google, 2026): images are resized to a grid of squares of patches. Each square becomes a token. Tests
+compare with transformers' image_processing_pil_gemma4.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gemma4VisionSpec(VisionSpec):
     head_dim: int
     num_kv_heads: int
     pooling_size: int
-    """A token averages this many patches per side."""
+    """A token averages a square with this many patches per side."""
     max_tokens: int
     position_table_size: int
     rope_theta: float
@@ -121,7 +121,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
 class PooledLayout(ImageLayout):
     vision: Gemma4VisionSpec
     columns: int
-    """Counts tokens, like `rows`."""
+    """`columns` and `rows` count tokens."""
     rows: int
 
     @property
@@ -145,7 +145,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """(columns, rows) of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
+    """Return the (columns, rows) of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

@@ -31,12 +31,12 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3VisionSpec(VisionSpec):
     image_size: int
-    """Trained side in pixels."""
+    """Side in pixels of the tower's training images."""
     scale_factor: int
-    """Patches per side of a token."""
+    """A token joins a square with this many patches per side."""
     tile_side: int
     longest_edge: int
-    """In pixels, before tiling."""
+    """Pixels of the longer side, before tiling."""
     splits_images: bool
 
     @property
@@ -80,7 +80,7 @@ class Idefics3Layout(ImageLayout):
     resized_size: tuple[int, int]
     tiled_size: tuple[int, int]
     rows: int
-    """0: one tile."""
+    """0 if the image is not cut into tiles."""
     columns: int
 
     @property
@@ -118,7 +118,7 @@ def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may
 
 
 def _scale_to_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Makes the shorter side even."""
+    """Scales the longer side to `longest`, and makes the shorter side even."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -139,7 +139,7 @@ def _limit_sides(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
-    """Rounds the longer side first."""
+    """Rounds the longer side first, which then determines the shorter one."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile

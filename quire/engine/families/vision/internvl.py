@@ -1,5 +1,5 @@
-"""InternVL (Chen et al., 2024): the grid of squares nearest to the image's shape, plus one of the whole image. Tests
-compare with transformers' image_processing_pil_got_ocr2.py.
+"""InternVL (Chen et al., 2024): images are cut into the grid of squares nearest to their shape, plus a square of the
+whole image. Tests compare with transformers' image_processing_pil_got_ocr2.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 class InternVLVisionSpec(VisionSpec):
     square_side: int
     merge_size: int
-    """Patches per side of a token."""
+    """A token joins a square with this many patches per side."""
     min_squares: int
     max_squares: int
     projector_activation: str

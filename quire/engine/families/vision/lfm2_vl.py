@@ -1,7 +1,7 @@
-"""LFM2-VL (Liquid AI, 2025): large images are cut into tiles, plus one of the whole image.
+"""LFM2-VL (Liquid AI, 2025): large images are cut into tiles, and a thumbnail shows the whole image.
 
-Sizes and tokens match transformers' image_processing_lfm2_vl.py; its torchvision resizing differs from Pillow's by at
-most one level.
+Sizes and tokens match transformers' image_processing_lfm2_vl.py. Its pixels differ by at most one level, because
+torchvision resizes them, not Pillow.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     tile_count_range: tuple[int, int]
     token_count_range: tuple[int, int]
-    """Minimum and maximum for an uncut image or a thumbnail."""
+    """Minimum and maximum number of tokens for an uncut image or a thumbnail."""
     pixel_tolerance: float
-    """Images are cut if they have more than this times the pixels of the maximum number of tokens."""
+    """Images are cut if their pixels exceed this factor times the pixels of the most tokens."""
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
@@ -148,7 +148,7 @@ class Lfm2Layout(ImageLayout):
 
 
 def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """(width, height), multiples of `unit`."""
+    """Return (width, height) as multiples of `unit` pixels, with the given number of tokens."""
     high, wide = (max(unit, round(each / unit) * unit) for each in (height, width))
     if high * wide > max_tokens * unit * unit:
         beta = math.sqrt(height * width / (max_tokens * unit * unit))
@@ -160,7 +160,7 @@ def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tok
 
 
 def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Grids of equal size have a set's order, as in transformers."""
+    """Return (columns, rows). Grids with equally many tiles are tried in a set's order, as in transformers."""
     counts = range(min_tiles, max_tiles + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}

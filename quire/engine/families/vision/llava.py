@@ -1,6 +1,6 @@
 """LLaVA (Liu et al., 2023), LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024): a square CLIP (Radford
-et al., 2021) or SigLIP tower. LLaVA reads one square. The others add the squares of a cut image; each row of patches
-ends with a learned token. Tests compare with transformers' image_processing_pil_*.py.
+et al., 2021) or SigLIP tower. LLaVA reads an image as one square. The others also cut it into squares, and end each row
+of patches with a learned token. Tests compare with transformers' image_processing_pil_*.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""For images that are padded to a square."""
+"""Pixels; applies to images that are padded to a square."""
 _MAX_SQUARES = 64
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -44,18 +44,18 @@ class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
     uses_class_token: bool
-    """CLIP's class token becomes a token too."""
+    """The text model also reads CLIP's class token."""
     center_crops: bool
-    """Resize the shorter side and crop."""
+    """Images are cropped after their shorter side is resized to a square's side."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
-    """(height, width) to resize and pad to; (): images are not cut."""
+    """Each (height, width) that images may be resized and padded to, then cut. If empty, images are not cut."""
     max_squares: int | None = None
-    """Images with more patches than this many squares have are interpolated."""
+    """Features of larger images are interpolated to as many patches as this many squares have."""
     cuts_only_single_images: bool = False
-    """Several images are each padded to a square instead."""
+    """If a request has several images, each one is padded to a square instead."""
     has_newline_token: bool = False
 
     @property
@@ -103,7 +103,7 @@ class LlavaVisionSpec(VisionSpec):
         return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
     def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
-        """(height, width), or None if the image was not cut."""
+        """Return (height, width), or None if the image was not cut."""
         if content.height == self.square_side or content.original is None:
             return None
         height, width = content.original
@@ -253,7 +253,7 @@ class SquaresLayout(ImageLayout):
     image_size: tuple[int, int]
     """Original (width, height)."""
     pinpoint: tuple[int, int] | None
-    """(height, width); None: one square."""
+    """(height, width), or None if the image becomes one square."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -308,7 +308,7 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """The (height, width) that keeps most of the image, then wastes least."""
+    """Return the (height, width) that keeps the most pixels of the image and, among equals, needs the least padding."""
 
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)

@@ -1,5 +1,5 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and rows of image tokens end with a
-text token. Tests compare with transformers' image_processing_pil_pixtral.py.
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and each row of image tokens ends with
+a text token. Tests compare with transformers' image_processing_pil_pixtral.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
     longest_edge: int
-    """In pixels; larger images are scaled down."""
+    """Pixels. Larger images are scaled down."""
     rope_theta: float
     projector_activation: str
     has_projector_bias: bool
@@ -78,7 +78,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Some models have LLaVA's tower. Raises ModelError."""
+    """Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 

@@ -1,5 +1,5 @@
 """Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) and Qwen3.5: images are
-resized to squares of merge x merge patches, one per token. Tests compare with transformers'
+resized to whole squares of merge x merge patches. Each square becomes a token. Tests compare with transformers'
 image_processing_pil_qwen2_vl.py.
 """
 
@@ -35,15 +35,15 @@ _LOW_DETAIL_TOKENS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
-    """Video frames per patch. Images are repeated."""
+    """Video frames per patch. An image is repeated as this many frames."""
     min_pixels: int
-    """After resizing, like `max_pixels`."""
+    """`min_pixels` and `max_pixels` bound the resized image."""
     max_pixels: int
     output_size: int
     position_table_size: int = 0
-    """Rows of a square table; 0: no table."""
+    """Rows of the table of a square's positions, or 0 without a table."""
     window_side: int = 0
-    """Pixels per side of attention windows; 0: no windows."""
+    """Pixels per side of attention windows, or 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
     """The text model's first layers add these layers' features (Meng et al., 2024)."""
@@ -63,7 +63,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         )
 
     def encoder_cost(self, content: Content) -> int:
-        """A patch merger counts as half a layer."""
+        """A patch merger costs half a layer."""
         mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
         return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
 
@@ -99,7 +99,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
+    """In vision_config, embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
@@ -129,7 +129,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Also Qwen3.5's tower, by default without deepstack. Raises ModelError."""
+    """Return the spec of Qwen3-VL or Qwen3.5, which by default has no deepstack. Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -208,7 +208,7 @@ class QwenLayout(ImageLayout):
 
 
 def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(width, height), multiples of `multiple`. Raises InvalidImage for narrow images."""
+    """Return (width, height) as multiples of `multiple`. Raises InvalidImage for narrow images."""
     if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         raise InvalidImage(
             f"the image has {width} x {height} pixels; one side may be {_MAX_ASPECT_RATIO} times the other"

@@ -23,7 +23,9 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """Values by key, such as "expert_count" for "qwen3moe.expert_count". Raises ModelError for a wrong type."""
+    """Reads values without their architecture prefix: "expert_count" reads "qwen3moe.expert_count". Raises ModelError
+    for a wrong type.
+    """
 
     header: GGUFHeader
     architecture: str
@@ -38,7 +40,7 @@ class GGUFMetadata:
         return self.header.get_bool(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
-        """One per layer. Raises ModelError for a single number."""
+        """Return one per layer. Raises ModelError unless it is a list."""
         if not self.is_list(key):
             raise self.field_error(key, "expected a number for each layer")
         return self.header.get_integers(f"{self.architecture}.{key}")
@@ -70,7 +72,7 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Llama's GGUF names to checkpoint names. * is the expert's index."""
+"""Llama's GGUF names, mapped to checkpoint names. * is the expert's index."""
 POST_NORM_MODULES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -105,26 +107,26 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 class GGUFFormat:
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Distinguishes families with the same architecture name. Raises ModelError."""
+    """Returns True for this family's files, if several families share an architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(default_factory=dict)
     has_optional_experts: bool = False
-    """Otherwise files have experts if the family has."""
+    """If False, files must have experts exactly if the family has experts."""
     has_latent_attention: bool = False
     """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
-    """Rows are stored for interleaved RoPE."""
+    """Rows of query and key projections are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """Value heads of delta nets are ordered by their index within a key head."""
+    """Value heads of delta nets are sorted by their index within a key head, then by key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
 
 
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """is_mlp_sized: an expert's width is intermediate_size."""
+    """If `is_mlp_sized`, an expert's width is returned as intermediate_size."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:
@@ -148,5 +150,5 @@ def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
 
 
 def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
-    """Layers without key-value heads are `other_type`."""
+    """Layers without key-value heads get `other_type`."""
     return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

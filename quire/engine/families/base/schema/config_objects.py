@@ -46,7 +46,7 @@ class Gemma4Fields(TypedDict, total=False):
 
 
 class LinearAttnConfig(TypedDict, total=False):
-    """Layer numbers begin at 1."""
+    """Layers are numbered from 1."""
 
     num_heads: Width | None
     head_dim: Width | None
@@ -70,7 +70,7 @@ class KimiLinearFields(TypedDict, total=False):
 
 
 class IndexerFields(TypedDict, total=False):
-    """Of sparse attention: DeepSeek-V3.2, GLM-5."""
+    """Fields of sparse attention in DeepSeek-V3.2 and GLM-5."""
 
     index_n_heads: Annotated[int, Meta(ge=1, le=4096)] | None
     index_head_dim: Annotated[int, Meta(ge=1, le=2**16)] | None

@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. Without bounds, a start could compute or allocate without
-end. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. Without bounds, a bad file could take unlimited time or
+memory. null means a missing field.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NumExpertsOrZero = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
-"""EXAONE 4's repeated pattern: L layers have a window, G layers none."""
+"""EXAONE 4's repeated pattern, in which L layers have a window and G layers do not."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 SIZE_FIELD_ALIASES = {
@@ -84,7 +84,7 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """One set for all layers or, in Gemma 3, one per kind of layer."""
+    """RoPE of all layers or, in Gemma 3, one set per layer type."""
 
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
@@ -306,7 +306,7 @@ _SIZE_TYPES: dict[str, Any] = {
     "experts": _EXPERT_COUNT_TYPE,
     "experts_per_token": _EXPERT_COUNT_TYPE,
 }
-_Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
+_Sizes = TypedDict(  # type: ignore[misc]  # the fields are computed from SIZE_FIELD_ALIASES
     "_Sizes",
     {
         key: kind
@@ -332,7 +332,7 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """Read for transformers' classes, which read other fields themselves."""
+    """Fields that Quire reads for transformers' classes. The classes read others themselves."""
 
     architectures: list[ShortText] | None
     is_decoder: bool | None

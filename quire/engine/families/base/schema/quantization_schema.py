@@ -22,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """Rules for activations are ignored, because kernels have their own."""
+    """Rules for activations are ignored, because kernels have their own rules."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
@@ -38,7 +38,7 @@ class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """Not in files: dtype in which a CPU computes GGUF weights."""
+    """Set by Quire, not by files: dtype in which CPUs compute with GGUF weights."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

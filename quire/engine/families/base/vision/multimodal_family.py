@@ -11,6 +11,6 @@ class MultimodalFamily:
     model_types: tuple[str, ...]
     text_model_type: str
     read_vision_spec: Callable[[VisionConfig], VisionSpec] | None
-    """None: only text is supported. Raises ModelError."""
+    """If None, only text is supported. Raises ModelError."""
     takes_unnormalized_pixels: bool = False
-    """Pixels may range from 0 to 1."""
+    """The tower accepts pixels from 0 to 1."""

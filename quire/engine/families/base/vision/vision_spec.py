@@ -23,7 +23,7 @@ TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Statistics of CLIP's training images (Radford et al., 2021)."""
+"""Per channel, from CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class PixelNormalization:
-    """(pixel * rescale - mean) / std"""
+    """A pixel becomes (pixel * rescale - mean) / std."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -57,7 +57,7 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Per content: lengths of its runs of adjacent tokens."""
+        """Return, per input of the tower, the lengths of its runs of adjacent tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class ImageLayout(ABC):
 
     @abstractmethod
     def placeholder_text(self, spell: TokenSpeller) -> str:
-        """Prompt text."""
+        """Return the text that stands for the image in a prompt."""
 
     @abstractmethod
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
@@ -85,7 +85,7 @@ class VisionSpec(ABC):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images are never in prompts."""
+        """True if images are never in prompts."""
         return False
 
     @property
@@ -98,16 +98,16 @@ class VisionSpec(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """This many first layers of the text model add extra image features."""
+        """Number of the text model's first layers that add extra image features."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
-        """Patches that a patch attends to, averaged over layers."""
+        """Return how many patches a patch attends to, averaged over layers."""
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """In tokens of a step's budget. A patch costs about one token, plus attention: 1,024 patches of width 768 took
-        a third of the linears' time.
+        """Return tokens of a step's budget. A patch costs about one token, plus its attention, which took a third of
+        the linears' time for 1,024 patches of width 768.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -121,7 +121,7 @@ class VisionSpec(ABC):
         return False
 
     def token_rows_and_columns(self, content: Content) -> tuple[int, int] | None:
-        """None without mRoPE."""
+        """Return None without mRoPE."""
         return None
 
     @abstractmethod
@@ -136,7 +136,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Only these are quantized by --quantization."""
+        """Number of parameters that --quantization quantizes."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
@@ -162,8 +162,8 @@ def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """The (columns, rows) with the ratio nearest to the image's. Of equally near grids, a larger one wins only if the
-    image has more than half of its pixels.
+    """Return the (columns, rows) with the ratio nearest to the image's. Of equally near grids, the larger wins only if
+    the image has more than half of the grid's pixels.
     """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
@@ -176,7 +176,7 @@ def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: in
 
 
 class InvalidImage(Exception):
-    """The message is the reason."""
+    """Says why an image is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class VisionConfig:
     text_config: Mapping[str, Any]
     file_label: str
     parameters_only: bool = False
-    """Reads only config.json."""
+    """Only config.json is read, to count parameters."""
 
     def config_error(self, text: str) -> ModelError:
         return ModelError(f"model: {self.file_label}: {text}")
@@ -195,7 +195,7 @@ class VisionConfig:
     def tower_shape(
         self, *, hidden: int, inner: int, layers: int, heads: int, patch: int, act: str, eps: float
     ) -> TowerShape:
-        """Arguments are defaults. Raises ModelError."""
+        """Arguments are defaults for missing fields. Raises ModelError."""
         tower = self.tower
         channels = tower.get("num_channels") or tower.get("in_channels") or tower.get("in_chans") or 3
         config_eps, config_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
@@ -221,7 +221,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raises ModelError if preprocessor_config.json contradicts them."""
+        """Raises ModelError if preprocessor_config.json contradicts these sizes."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -231,7 +231,7 @@ class VisionConfig:
     def pixel_normalization(
         self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
     ) -> PixelNormalization:
-        """Arguments are defaults, or override the file without `use_file_values`. Raises ModelError."""
+        """`mean` and `std` are defaults, or override the file if `use_file_values` is False. Raises ModelError."""
         preprocessor = self.preprocessor
         normalization = PixelNormalization(
             tuple((use_file_values and preprocessor.get("image_mean")) or mean),
@@ -250,7 +250,7 @@ class VisionConfig:
         return next((each for each in token_ids if each is not None), default)
 
     def token_id_from_field(self, name: str, default: int) -> int:
-        """0 is a value, unlike in other fields."""
+        """Unlike in other fields, 0 is not replaced by the default."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
 
