@@ -19,10 +19,10 @@ class AttentionLayerSpec(SublayerSpec):
     head_dim: int
     scale: float
     rope: dict[str, Any] | None
-    """Like ModelConfig.rope; None: NoPE."""
+    """Like ModelConfig.rope; None for NoPE."""
     norm: NormSpec
     window: int | None = None
-    """Keys that a query sees, itself included; None: all."""
+    """Keys that a query sees, including its own; None for all."""
     chunked: bool = False
     softcap: float | None = None
     """A score s becomes c * tanh(s / c)."""
@@ -30,28 +30,28 @@ class AttentionLayerSpec(SublayerSpec):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """QKNormRopeParams.norm_kind. unit: like after, without weights."""
+    """See QKNormRopeParams.norm_kind. unit is after without weights."""
     query_scaling: QueryScaling | None = None
-    """None: as in `rope`."""
+    """If None, `rope` may define scaling."""
     alibi: float | None = None
-    """Factor of all ALiBi slopes (Press et al., 2022)."""
+    """This factor multiplies all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """The sigmoid of a gate, projected like queries, multiplies the outputs."""
+    """Outputs are multiplied by the sigmoid of a gate, which is projected like queries."""
     head_gates: bool = False
     output_norm: bool = False
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None
-    """None: the hidden size."""
+    """If None, it is the hidden size."""
     v_norm: bool = False
     keys_are_values: bool = False
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all."""
+    """Later keys that a query sees; None for all."""
     uses_bidirectional_spans: bool = True
-    """Image tokens see each other if the step says so."""
+    """In steps with bidirectional_spans, image tokens see each other."""
     kv_source_layer: int | None = None
-    """Layer whose keys and values are read; None: its own."""
+    """Layer whose keys and values are read; None for its own."""
 
     @property
     def kv_cache_spec(self) -> PagedState | SharedState:
@@ -65,7 +65,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Values cached per token, for users; "" if none."""
+        """Text for users on the values cached per token; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

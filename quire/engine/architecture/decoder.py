@@ -42,7 +42,7 @@ class DecoderSpec:
     positions: int | None = None
     embedding_norm: bool = False
     residual_multiplier: float = 1.0
-    """The stream is stored divided by this factor."""
+    """The residual stream is stored divided by this factor."""
     per_layer_inputs: PerLayerInputsSpec | None = None
     reads_embeddings: bool = False
     head_bias: bool = False
@@ -50,7 +50,7 @@ class DecoderSpec:
     logit_softcap: float | None = None
     """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
+    """(in, out) of linears in a transformers class. If None, see engine/lora/target_modules.py."""
 
     def parameter_shapes(self) -> ParameterShapes:
         """Excludes a tied head."""
@@ -74,7 +74,7 @@ class DecoderSpec:
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Token and position tables, which a step only looks up."""
+        """Count parameters of token and position tables, which a step only looks up."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -120,7 +120,7 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """None if processes can divide the layers."""
+        """None if pipeline stages can divide the layers."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -130,13 +130,13 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
+        """None if `ranks` ranks can divide all sublayers."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     @property
     def has_sparse_attention(self) -> bool:
-        """As in DeepSeek-V3.2."""
+        """True if an indexer chooses tokens, as in DeepSeek-V3.2."""
         return any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec))
 
     @property
@@ -170,7 +170,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replace attention per layer; None keeps it."""
+        """Replaces attention per layer. None keeps a layer's attention."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,

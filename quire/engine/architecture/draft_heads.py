@@ -10,7 +10,7 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Only MTP layers have these: norms of both inputs, the linear that joins them, and the last norm."""
+"""Only MTP layers have these: norms of both inputs, the linear that joins both, and the last norm."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
 
@@ -50,7 +50,7 @@ class EagleSpec:
     norm_before_residual: bool = False
     """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
-    """Only EAGLE-3 sets this; None: the decoder's head."""
+    """Only EAGLE-3 sets this. If None, the decoder's head is used."""
     has_token_map: bool = False
     """The draft head's token ids differ from the decoder's."""
 
@@ -74,7 +74,7 @@ class EagleSpec:
 class MedusaSpec:
     num_heads: int
     num_blocks: int
-    """Linears of a head before its last."""
+    """Number of a head's linears before its last one."""
     hidden_size: int
     vocab_size: int
 

@@ -26,12 +26,12 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 class EncoderWeightNames:
     word_embeddings: str
     layer_template: str
-    """{} is the layer's index."""
+    """Name of a layer, with {} for its index."""
     qkv: tuple[str, ...]
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """One tensor, fused with any gate, or (gate, up)."""
+    """One tensor, which includes any gate, or (gate, up)."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -39,7 +39,7 @@ class EncoderWeightNames:
     embedding_norm: str | None = None
     final_norm: str | None = None
     relative_attention_bias: str | None = None
-    """[buckets, heads]."""
+    """Name of a [buckets, heads] tensor."""
     layer_scales: tuple[str, str] | None = None
     qk_norms: tuple[str, str] | None = None
 
@@ -54,16 +54,16 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer; None: NoPE."""
+    """Per layer; None for NoPE."""
     windows: tuple[int | None, ...]
-    """Per layer: keys that a query sees on each side; None: all."""
+    """Per layer: keys that a query sees on each side; None for all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Arguments: hidden size and number of labels."""
+    """Called with the hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0: none."""
+    """Rows of the position table; 0 without one."""
     first_position: int = 0
-    """Row of a prompt's first token."""
+    """Row of the position table for a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
     bias: bool = True
@@ -73,19 +73,19 @@ class EncoderSpec:
     """Has an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
-    """Gated MLP (Shazeer, 2020)."""
+    """The MLP is gated (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate follows `up`."""
     pre_norm: bool = False
-    """Norms precede sublayers, except in the first layer's attention."""
+    """Norms precede sublayers. The first attention has one only if has_first_layer_norm."""
     has_first_layer_norm: bool = False
     has_rms_norms: bool = False
-    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
+    """Norms are RMSNorm (Zhang and Sennrich, 2019), not LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
-    """One per layer; () means 0 for all."""
+    """Per layer: index of its attention metadata. If empty, 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
-    """Attention includes the padding."""
+    """Prompts are padded, and attention includes the padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """In tokens; None without a position table."""
+        """Tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens per hash in larger blocks. A cached prefix may end after any piece."""
+"""Tokens per hash in larger blocks. A cached prefix may end after any such piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +12,13 @@ class PagedState:
 
     paged_values_per_token: int
     window: int | None
-    """Tokens that a token sees, itself included; None: all."""
+    """Tokens that a token sees, itself included; None for all."""
     head: int = 0
-    """Elements of one key; 0 if all layers are equal."""
+    """Elements of one key, or 0 if all layers are equal."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Widths are bytes per element of keys and values, and of the model's dtype. head_scale_bytes: scales of
-        quantized heads.
+        """`kv_width` and `model_width` are bytes per element of keys and values, and of the model's dtype. Each
+        quantized head has `head_scale_bytes` of scales.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -26,8 +26,8 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """A sequence's slot holds a convolution's last columns. KV blocks hold those at the end of every PIECE tokens, from
-    which other sequences can continue.
+    """A sequence's slot holds a convolution's last columns. KV blocks hold the columns at the end of every PIECE
+    tokens, so that other sequences can continue there.
     """
 
     channels: int
@@ -40,18 +40,18 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """Like PagedState's, but columns are never quantized to few bits."""
+        """As in PagedState, but columns are never quantized."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Draft tokens have their own columns, because they may be rejected. `width`: bytes per element."""
+        """Draft tokens have their own columns, because they may be rejected. `width` is bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. This
-    is too large for KV blocks, so a cached prefix needs a snapshot.
+    """A sequence's slot holds a convolution's last columns, a matrix per head, and inputs of draft tokens until
+    acceptance. This is too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int
@@ -60,7 +60,7 @@ class MatrixState:
     key: int
     value: int
     beside: int
-    """Extra elements per draft token."""
+    """Elements per draft token besides its column."""
     window: None = None
     paged_values_per_token: int = 0
 
@@ -68,7 +68,7 @@ class MatrixState:
         return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Matrices are float32. `width`: bytes per other element."""
+        """Matrices are float32. `width` is bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices

@@ -19,15 +19,15 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """Scores all earlier tokens; a query attends to the `top_k` best ones."""
+    """The indexer scores all earlier tokens. A query attends to the `top_k` best ones."""
 
     num_heads: int
-    """Of index queries. Index keys have one head."""
+    """Heads of index queries. Index keys have one head."""
     head_dim: int
-    """The first `qk_rope_head_dim` elements are rotated, as `MLALayerSpec.rope` says."""
+    """`MLALayerSpec.rope` rotates the first `qk_rope_head_dim` elements."""
     top_k: int
     is_interleaved: bool
-    """RoPE pairs neighbors, not (i, i + R/2)."""
+    """RoPE pairs neighbors, not i and i + R/2 of R rotated elements."""
     key_norm: NormSpec
 
     def parameter_shapes(self, prefix: str, hidden_size: int, q_lora_rank: int) -> ParameterShapes:
@@ -46,7 +46,7 @@ class MLALayerSpec(SublayerSpec):
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None
-    """None: no query latents."""
+    """None without query latents."""
     scale: float
     rope: dict[str, Any] | None
     norm: NormSpec
@@ -55,7 +55,7 @@ class MLALayerSpec(SublayerSpec):
     bias: bool = False
     """Applies to o_proj and the linears that make latents."""
     indexer: IndexerSpec | None = None
-    """None: a query attends to all earlier tokens. Needs `q_lora_rank`."""
+    """If None, a query attends to all earlier tokens. An indexer needs `q_lora_rank`."""
 
     @property
     def head_dim(self) -> int:
@@ -71,7 +71,7 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_cache_spec(self) -> PagedState:
-        """Includes the index key."""
+        """Includes index keys."""
         elements = self.head_dim + (0 if self.indexer is None else self.indexer.head_dim)
         return PagedState(elements, None, elements)
 
@@ -81,7 +81,7 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """As in AttentionLayerSpec."""
+        """See AttentionLayerSpec.kv_formula."""
         index = "" if self.indexer is None else f" + {self.indexer.head_dim} index"
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope{index})"
 
@@ -106,7 +106,7 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Without kv_b_proj, whose weight the layer converts, and without the weights of index queries."""
+        """Excludes kv_b_proj, whose weight the layer converts, and the indexer's weights_proj."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
         excluded = (f"{layer}.self_attn.kv_b_proj", f"{layer}.self_attn.indexer.weights_proj")
         return {name: sizes for name, sizes in linears.items() if name not in excluded}

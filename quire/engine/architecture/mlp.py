@@ -17,14 +17,14 @@ class MLPSpec(SublayerSpec):
     bias: bool = False
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
-    """Gated: silu or gelu_tanh. Ungated: all but silu."""
+    """Gated MLPs use silu or gelu_tanh, ungated ones any other than silu."""
     input_norm: bool = True
     output_norm: bool = False
     parallel: bool = False
-    """Reads the stream before attention's output is added."""
+    """The MLP reads the stream before attention's output is added."""
     shares_norm: bool = False
     multipliers: tuple[float, float] = (1.0, 1.0)
-    """Factors of the gate's input and of the output."""
+    """Factors of the gate's input and of the MLP's output."""
     name: str = "mlp"
     output_norm_name: str = "post_feedforward_layernorm"
 

@@ -24,7 +24,7 @@ class SharedExpertSpec:
     intermediate_size: int
     name: str
     gate_name: str | None = None
-    """The sigmoid of this linear's only output scales the MLP's output."""
+    """Linear with one output, whose sigmoid scales the expert's output."""
     bias: bool = False
 
 
@@ -45,33 +45,33 @@ class MoELayerSpec(SublayerSpec):
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
-    """None: experts use the hidden size."""
+    """If None, experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
     router_bias: bool = False
     float_router: bool = False
     """Router weights are always float32."""
     correction: str | None = None
-    """Bias that affects only the choice of experts."""
+    """Name of a bias that affects only the choice of experts."""
     correction_row: bool = False
-    """The bias is stored as [1, experts]."""
+    """`correction` is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
-    """Otherwise all experts use squared ReLU."""
+    """If False, all experts use squared ReLU."""
     shares_norm: bool = False
     parallel: bool = False
-    """Experts read the previous sublayer's input; both outputs are added."""
+    """Experts read the previous sublayer's input, and both outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
     """Gates use tanh GELU, not SiLU."""
     router_scale: str | None = None
-    """Scale of the router's input, after a norm without weights and scaling by hidden^-0.5."""
+    """Name of a scale of the router's input, applied after a norm without weights and scaling by hidden^-0.5."""
     expert_scales: str | None = None
     is_expert_parallel: bool = False
-    """Ranks divide experts, not the linears."""
+    """Ranks divide the experts, not each expert's linears."""
     name: str = "mlp"
-    """Module with router and linears; "": the layer itself."""
+    """Module with router and linears; "" for the layer itself."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -111,7 +111,7 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Lists only linears that every token uses, except the shared expert's gate."""
+        """Returns linears that every token uses, except router and shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

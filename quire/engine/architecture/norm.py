@@ -9,6 +9,6 @@ from dataclasses import dataclass
 class NormSpec:
     eps: float
     weight_offset: float = 0.0
-    """Added to each weight (1 for Gemma)."""
+    """This is added to each weight (1 for Gemma)."""
     is_layer_norm: bool = False
     bias: bool = False

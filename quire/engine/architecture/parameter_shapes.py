@@ -37,7 +37,7 @@ def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
 
 
 def linear_sizes(shapes: Mapping[str, tuple[int, ...]]) -> LinearSizes:
-    """Only weights of linears have two axes."""
+    """Select weights with two axes, which only linears have."""
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in shapes.items()

@@ -16,7 +16,7 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """Keeps a [key, value] matrix per head, and a convolution's last columns."""
+    """The state is a [key, value] matrix per head, and a convolution's last columns."""
 
     num_heads: int
     key_dim: int
@@ -27,11 +27,11 @@ class MatrixStateSpec(SublayerSpec):
     @property
     @abstractmethod
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(heads, channels per head) of each convolution input. Ranks divide heads."""
+        """(heads, channels per head) of each convolution input. Ranks divide the heads."""
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """Elements kept per draft token, in addition to its column."""
+        """Return the elements kept per draft token in addition to its column."""
 
     @property
     def num_channels(self) -> int:
@@ -51,10 +51,10 @@ class MatrixStateSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
-    """Heads are value heads. The output norm has no weight offset."""
+    """`num_heads` counts value heads. The output norm has no weight offset."""
 
     num_key_heads: int
-    """All key heads serve the same number of value heads."""
+    """Each key head serves equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -136,24 +136,24 @@ _UNIT_MULTIPLIERS = ProjectionMultipliers()
 
 @dataclass(frozen=True, slots=True)
 class Mamba2LayerSpec(MatrixStateSpec):
-    """`key_dim`: elements of b and c. `value_dim`: elements of a head's x."""
+    """`key_dim` is the size of b and c per group, `value_dim` of x per head."""
 
     num_groups: int
     result_eps: float
     bias: bool = False
-    """Only in_proj has a bias."""
+    """in_proj has biases. See out_bias and conv_bias for others."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Norms each group after or before the gate."""
+    """Normalizes each group after ("behind") or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """Reads the same norm as the layer's attention."""
+    """Reads the same normed input as the layer's attention."""
     joins_input_only: bool = False
-    """Adds the previous output to this input, not to the stream."""
+    """The previous sublayer's output is added to this sublayer's input only, not to the stream."""
     parent_module: str = ""
-    """Checkpoint module within the layer that contains this one; "": the layer itself."""
+    """Checkpoint module in the layer that contains this sublayer; "" for the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -183,13 +183,13 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """A head is a group of `value_dim` channels. `key_dim`: elements of a channel's state, of b and of c."""
+    """A head is a group of `value_dim` channels. A channel's state, b and c have `key_dim` elements."""
 
     dt_rank: int
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection. plain: without weights."""
+    """Norms of b, c, and the input of dt's projection. plain norms have no weights."""
     inner_eps: float = 1e-6
 
     @property

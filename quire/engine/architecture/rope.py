@@ -11,7 +11,7 @@ ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
-    """How many of a head's first elements rotate. Raises ModelError."""
+    """Return how many of a head's first elements rotate. Raises ModelError."""
     part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
     size = rope.get("rotary_dim") or int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
@@ -20,8 +20,8 @@ def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
-    """Axis of each frequency: 0 time, 1 rows, 2 columns (Wang et al., 2024). Sections are consecutive or interleaved;
-    `interleaved` has the default sizes. Raises ModelError.
+    """Return each frequency's axis: 0 time, 1 rows, 2 columns (Wang et al., 2024). Sections are consecutive if
+    `interleaved` is empty. Otherwise it has their default sizes. Raises ModelError.
     """
     count = rotated_size(rope, head_dim) // 2
     sections = rope.get("mrope_section") or interleaved
@@ -39,7 +39,7 @@ def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Scales queries by the logarithm of position / context_len (Llama 4, 2025; Nakanishi, 2025)."""
+    """Scaling of queries by the logarithm of position / context_len (Llama 4, 2025; Nakanishi, 2025)."""
 
     log_factor: float
     context_len: int
@@ -59,7 +59,7 @@ def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
 
 
 def yarn_softmax_scale_factor(rope: dict[str, Any]) -> float:
-    """This is DeepSeek's mscale, squared."""
+    """Return DeepSeek's mscale, squared."""
     weight = rope.get("mscale_all_dim")
     return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2
 

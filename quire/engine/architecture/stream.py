@@ -21,7 +21,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """A learned number multiplies the stream, including output not yet added."""
+    """A learned number multiplies the residual stream and the sublayer output not yet added to it."""
 
     scalar_name: str
 
@@ -33,11 +33,11 @@ class LayerScalarSpec(SublayerSpec):
 class PerLayerInputsSpec:
     vocab_size: int
     size_per_layer: int
-    """Elements per token."""
+    """Elements per token and layer."""
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Image tokens use this token's embeddings."""
+    """Images use this token's embeddings."""
 
     @property
     def total_size(self) -> int:

@@ -9,9 +9,9 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     dense_parameters: int
-    """Excludes lookup tables and routed experts. A parameter counts once per read."""
+    """Excludes lookup tables and routed experts. A parameter that several layers read counts several times."""
     head_parameters: int = 0
-    """Only sampled tokens are multiplied with them."""
+    """Parameters that only sampled tokens are multiplied with."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
@@ -28,7 +28,7 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """Assumes that all experts are chosen equally often."""
+        """Return the expert parameters that `tokens` read if all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
@@ -40,7 +40,7 @@ class StepCosts:
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
-        """`context`: number of preceding tokens."""
+        """`context` is the number of preceding tokens."""
         return 2 * self.active_parameters + 4 * self.attention_width * context
 
     def prefill_flops(self, tokens: int) -> int:
@@ -53,11 +53,11 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None: keeps nothing per sequence."""
+        """None if the sublayer keeps nothing per sequence."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """`layer`: the layer's name in the checkpoint."""
+        """`layer` is the layer's name in the checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
 
     @property
@@ -73,7 +73,7 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` can divide everything."""
+        """None if `ranks` ranks can divide it."""
         return None
 
     @property

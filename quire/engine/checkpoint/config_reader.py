@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields under Llama's names, with the family's defaults."""
+    """Return fields under Llama's names, with the family's defaults."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -50,7 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A text decoder's own object overrides outer fields."""
+    """Return the text model's fields. Its own object, such as text_config, overrides outer fields."""
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -67,7 +67,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """Raises ModelError for anything but an object."""
+    """Raises ModelError if text_config or an alias is not an object."""
     for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -75,7 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """If not, transformers' class computes the model. An encoder's config.json may describe a decoder."""
+    """If False, transformers' class computes the model. Encoders' classes become decoders if is_decoder is set."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -88,7 +88,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """None if supported."""
+    """Return None if supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -102,7 +102,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Fields must already be checked."""
+    """Return all reasons. The caller must have checked the fields' types."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -141,7 +141,7 @@ def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Without a dtype, quantized checkpoints are bfloat16, as gpt-oss is; others float32."""
+    """If no dtype is named, quantized checkpoints are bfloat16, as gpt-oss is, and others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -150,7 +150,7 @@ def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
 
 
 def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
-    """`label`: the file's name in errors. Raises ModelError naming a wrong field."""
+    """`label` names the file in errors. Raises ModelError naming a wrong field."""
     names, family = file_field_names(content), find_decoder_family(content.get("model_type"))
     with use_file_names_in_errors(names):
         raw = convert_parsed_json(normalize_config_fields(content), FamilyConfigFields, label)

@@ -48,7 +48,7 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
 
 
 def is_encoder(config: ModelConfig) -> bool:
-    """False if transformers' class makes it a decoder."""
+    """Return False for encoders that transformers' class turns into decoders."""
     return config.transformers_config is None and find_encoder_family(config.model_type) is not None
 
 
@@ -69,12 +69,12 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """None without a family. Raises ModelError."""
+    """Return None if no family describes the model. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")
     ):
-        return None  # transformers' classes cache expanded keys and values
+        return None  # transformers' class caches expanded keys and values, not latents
     content = raw if find_decoder_family(raw.get("model_type")) is not None else text_fields
     return build_decoder_spec(parse_family_config(content, "config.json"))
 

@@ -1,4 +1,4 @@
-"""Selects and verifies files. The hub's client downloads and caches them."""
+"""Selects and verifies files of the Hugging Face hub. Its client downloads and caches them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HubFile:
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """By path. None if the hub is unreachable and the file is cached."""
+    """Keyed by path. None for a cached file if the hub is unreachable."""
     commit: str
 
     @property
@@ -49,8 +49,8 @@ class RepoListing:
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """Return the snapshot's folder, or the first part of its GGUF file. `refresh`: ask the hub even for cached models.
-    Raises ModelError.
+    """Return the snapshot's folder, or the first part of its GGUF file. If `refresh`, ask the hub even for cached
+    models. Raises ModelError.
     """
     revision = name.revision or revision
     if name.wants_gguf and not refresh and (cached := _find_cached_gguf(name, revision)) is not None:
@@ -125,7 +125,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Deletes the file and raises ModelError if it differs."""
+    """Deletes the file and raises ModelError if its digest differs."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -140,7 +140,7 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
-    from huggingface_hub import constants  # takes 10 ms; the client's import takes a second
+    from huggingface_hub import constants  # this import takes 10 ms, the client's a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
     revision_name = revision or constants.DEFAULT_REVISION
@@ -153,7 +153,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """None unless all parts are cached."""
+    """Return the first part, or None unless all parts are cached."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -168,7 +168,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """True even if incomplete."""
+    """Return True even for incomplete weights, except of GGUF names."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)
@@ -176,8 +176,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
-    """Return the files' folder; some may be missing. For a GGUF model, fetch only headers into sparse files of full
-    size, and return the first file. Raises ModelError.
+    """Return the folder of `config_files`, some of which may be missing. For a GGUF model, fetch only headers into
+    sparse files of full size, and return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):
@@ -217,7 +217,7 @@ class _HubRangeReader:
         last = self._offset + max(length, _HEADER_CHUNK_BYTES) - 1
         headers = build_hf_headers() | {"Range": f"bytes={self._offset}-{last}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url, headers=headers, follow_redirects=True) as answer:
-            if answer.status_code == 200:  # the whole file
+            if answer.status_code == 200:  # the hub ignored Range and sends the whole file
                 raise ModelError("model: this hub serves no byte ranges; `quire pull` downloads the whole file")
             content = answer.read()
             hf_raise_for_status(answer)

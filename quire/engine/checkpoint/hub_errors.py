@@ -21,8 +21,8 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    # The HTTP library's base class, also of connection errors.
-    """Raises ModelError for the client's errors."""
+    # HTTPError is the HTTP library's base class, also of connection errors.
+    """Raises ModelError for errors of the hub's client."""
     from huggingface_hub.errors import HTTPError
 
     try:
@@ -58,7 +58,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """None if it was not a refusal."""
+    """Return None if the hub did not refuse."""
     from huggingface_hub import errors, get_token
 
     token = get_token()

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from quire.engine.common.errors import ModelError
 
 ANY_GGUF = "GGUF"
-"""The best GGUF file, like `-hf OWNER/REPO`."""
+"""Tag for the repository's best GGUF file, as in `-hf OWNER/REPO`."""
 _HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 _NAME_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
 _TAG_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
@@ -38,7 +38,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
+    """Return None for names that are not on the hub, such as paths. Raises ModelError for a URL that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest
@@ -72,7 +72,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """None for non-URLs."""
+    """Return the path after the hub's host; None if `name` has no host."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

@@ -1,6 +1,6 @@
 """Groups layers that share a block table, so that sliding-window layers keep only their window.
 
-All layers of a group have the same window, and all groups the same number of layers, so any block serves any group
+All layers of a group have the same window, and all groups have equally many layers, so any group can use any block
 (blocks: Kwon et al., 2023; equal groups: vLLM).
 """
 
@@ -22,13 +22,13 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import rope_depends_on_context
 
 _MAX_GROUPS = 8
-"""Every step carries a block table per group."""
+"""Limit, because every step sends a block table per group."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
-    """Per group: tokens that a token sees, itself included; None: all."""
+    """Per group: tokens that a token sees, itself included; None for all."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
 
@@ -46,7 +46,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Setting that makes sliding-window layers keep all tokens."""
+    """Return the setting that makes sliding-window layers keep all tokens."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # tiers keep blocks of all layers
         if getattr(config, key):
             return key
@@ -54,7 +54,7 @@ def setting_requiring_full_kv(config: EngineConfig) -> str | None:
 
 
 def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Applies only settings that change results."""
+    """Applies only settings that change the generated tokens."""
     model = _limit_context_to_window(model, config)
     hf_config = model.transformers_config
     text_fields = model.raw if hf_config is None else extract_text_config(hf_config)
@@ -70,8 +70,8 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Context length that RoPE is computed for; None if RoPE does not depend on it. `by_transformers`: transformers'
-    class computes the model. Raises ConfigError if rope_context has no effect.
+    """Return the context length that RoPE is computed for; None if RoPE does not depend on it. If `by_transformers`,
+    transformers' class computes the model. Raises ConfigError if rope_context has no effect.
     """
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
@@ -80,12 +80,12 @@ def resolve_rope_context(
             "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
         )
         return None
-    # Not the context that memory allows, because tokens would change with a restart.
+    # The context that memory allows may differ after a restart, which would change tokens.
     return config.rope_context or config.max_model_len or max_position
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window."""
+    """If disable_sliding_window is set, limit the context to the narrowest window."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -110,8 +110,8 @@ def build_kv_cache_groups(
 ) -> KVCacheGroups:
     """Choose the layers per block that minimize the memory of `max_context` tokens.
 
-    One group keeps all tokens if several would save nothing, with `keep_all_tokens`, or if layers keep different
-    states, because not every block could then serve every layer.
+    One group keeps all tokens if `keep_all_tokens`, if several groups would save nothing, or if layers keep different
+    states, because a block then could not serve every layer.
     """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states
@@ -141,7 +141,7 @@ def build_kv_cache_groups(
 
 
 def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: int, block_size: int) -> int | None:
-    """Returns the largest size that needs the least memory, or None if one group for all layers needs no more."""
+    """Returns the largest size that needs the least memory, or None if one group for all layers needs as little."""
     lowest_cost, layers_per_block = layers_by_window.total() * max_blocks, None
     for size in range(1, max(layers_by_window.values()) + 1):
         groups = {window: -(-count // size) for window, count in layers_by_window.items()}
@@ -155,7 +155,9 @@ def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: 
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups`: only layers with their own KV blocks. `kv_source_layers`: the layer that each layer reads, or None."""
+    """`groups` has only layers with their own KV blocks. `kv_source_layers` has the layer that each layer reads, or
+    None.
+    """
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -181,7 +183,7 @@ def _assign_layers_to_groups(
         first_group_by_window[window] = len(windows)
         windows += [window] * -(-count // layers_per_block)
     group_of_layer, layer_index_in_block = [], []
-    for window in effective_windows:  # round-robin, so that pipeline stages get the same number of layers of each group
+    for window in effective_windows:  # round-robin, so that pipeline stages get equally many layers of each group
         num_groups = -(-layers_by_window[window] // layers_per_block)
         group_of_layer.append(first_group_by_window[window] + num_assigned[window] % num_groups)
         layer_index_in_block.append(num_assigned[window] // num_groups)
@@ -197,14 +199,14 @@ def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks:
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """Blocks of a sequence, for steps of up to `max_chunk_tokens`."""
+    """Computes a sequence's blocks, for steps of up to `max_chunk_tokens`."""
 
     windows: tuple[int | None, ...]
     block_size: int
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Excludes the first `cached_blocks`."""
+        """Returns the most blocks in all groups, without the first `cached_blocks` ones."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows

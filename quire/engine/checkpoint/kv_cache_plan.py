@@ -16,24 +16,24 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""This includes scale and offset."""
+"""Bits per weight, including scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""Bytes per head and token for scales, by kv_cache_dtype."""
+"""Bytes of scales per head and token, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
-"""The machine needs other memory too."""
+"""Limit, because the machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""state_memory overrides this."""
+"""The setting state_memory overrides this."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
-"""For bookkeeping if layers store nothing in blocks."""
+"""Assumed for bookkeeping if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""Up to about 300 rows, an H100 takes longer to read weights than to multiply."""
+"""Graphs pay off up to about 300 rows, where an H100 takes longer to read weights than to multiply."""
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""In larger steps, even small models take a GPU longer than the host takes to launch kernels."""
+"""Larger steps need no graphs, because the GPU then takes longer than the host's launches, even for small models."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
 """This is an unmeasured assumption."""
@@ -54,14 +54,14 @@ def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
-    """One per step and two per layer; with context parallelism four."""
+    """Return one per step, plus two per layer, or four with context parallelism."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Memory beyond that of the largest step. Without `max_graph_tokens`, only decodes are captured."""
+    """Return the memory beyond the largest step's. If `max_graph_tokens` is None, only decodes are captured."""
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes
@@ -75,7 +75,7 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Each block is divided into one per group."""
+    """A plan's block of `block_bytes` holds one block of each group."""
 
     num_blocks: int
     block_size: int
@@ -98,7 +98,7 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside blocks. One extra slot takes results that belong to no sequence."""
+    """Slots for states outside blocks. An extra slot receives results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
@@ -118,8 +118,8 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """Default on a GPU: max_num_seqs sequences and as many snapshots, up to a third of `available` bytes; on a CPU:
-    half of `available`, up to 2 GiB. With prefix caching, at least half is for snapshots. Raises ConfigError.
+    """By default, GPUs get slots for max_num_seqs sequences and as many snapshots, up to a third of `available` bytes.
+    CPUs get half of `available`, up to 2 GiB. With prefix caching, at least half is for snapshots. Raises ConfigError.
     """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
@@ -146,7 +146,7 @@ def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | 
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raises ConfigError if it exceeds the model's positions."""
+    """Raises ConfigError if max_model_len exceeds the model's positions."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -159,7 +159,7 @@ def host_kv_budget(available: int) -> int:
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Returns bytes. `utilization`: share of `total` to be used in the end."""
+    """Returns bytes. `utilization` is the share of `total` that all memory may take, other programs' included."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -171,8 +171,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, its blocks in all groups, and the blocks per group. Does not check whether
-    max_model_len fits.
+    """Return the context in tokens, its blocks in all groups, and the blocks to allocate per group. Does not check
+    whether max_model_len fits.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -181,7 +181,7 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
-    """Empty without windows."""
+    """Return "" without windows."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -212,7 +212,7 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """A given num_blocks may exceed memory. Raises ConfigError if max_model_len does not fit."""
+    """Unlike a default, a given num_blocks may exceed memory. Raises ConfigError if max_model_len does not fit."""
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
     available_blocks = num_blocks
@@ -271,7 +271,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Empty without states outside blocks."""
+    """Return "" without states outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -279,7 +279,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """Bytes; None without /proc/meminfo."""
+    """Return bytes; None without the key or /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -294,7 +294,7 @@ def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
 
 
 def total_host_bytes() -> int | None:
-    """Respects the control group's limit. None if unknown."""
+    """Return at most the control group's limit; None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 

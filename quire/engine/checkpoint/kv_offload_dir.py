@@ -37,7 +37,7 @@ def open_kv_dir(folder: str) -> Path:
 
 
 def delete_kv_blocks(folder: str | Path) -> None:
-    """All engines forget the blocks at once. A thread removes the files."""
+    """Makes all engines forget the blocks at once. A thread removes the files."""
     root = Path(folder).absolute() / KV_DIR_NAME
     trash_dir = root.with_name(f"{DELETED_PREFIX}{KV_DIR_NAME}-{os.getpid()}-{random_source.token_hex(4)}")
     try:

@@ -1,4 +1,4 @@
-"""Layers per pipeline stage (GPipe: Huang et al., 2019), and layers to stream (kernels/streaming)."""
+"""Chooses layers for pipeline stages (GPipe: Huang et al., 2019), and layers to stream (kernels/streaming)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DEFAULT_LAYER_MEMORY_FRACTION = 0.5
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """The first stages take any remainder, because the last one also samples. Stages may be empty."""
+    """Early stages get the extra layers of an uneven split, because the last stage also samples. Stages may be empty."""
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 
 
 def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheGroups:
-    """Block ids are the same in all stages."""
-    if len(layer_range) == len(groups.group_of_layer):  # keep the places of layers that share KV blocks
+    """Return a stage's part of `groups`. Block ids are the same in all stages."""
+    if len(layer_range) == len(groups.group_of_layer):  # one stage; layers that share KV blocks keep their indices
         return groups
     group_of_layer = groups.group_of_layer[layer_range.start : layer_range.stop]
     layer_index_in_block = [group_of_layer[:index].count(group) for index, group in enumerate(group_of_layer)]
@@ -41,7 +41,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """The fewest layers to stream. Raises ValueError if the slots alone do not fit."""
+    """Return the fewest layers to stream. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -55,7 +55,7 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """The most layers that fit elsewhere. Raises ValueError if this saves no memory."""
+    """Return the most layers that fit into `offload_bytes`. Raises ValueError if this saves no memory."""
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

@@ -22,12 +22,12 @@ class CatalogEntry:
     hub_name: HubName
     licence: str
     gigabytes: float | None
-    """10^9 bytes of the GGUF file; None for safetensors."""
+    """Size of the GGUF file in 10^9 bytes; None for safetensors."""
     config: Mapping[str, Any]
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """Empty if none is near."""
+    """Return a sentence, or "" if no short name is similar."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:

@@ -1,4 +1,6 @@
-"""Finds models' files and reads their configuration. Imports neither torch nor transformers, which takes seconds."""
+"""Finds models' files and reads their configuration. Imports neither torch nor transformers, whose imports take
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """Return the folder or GGUF file. `name`: a path, a packaged model, or a hub name. `patterns` select files to
+    """Return the folder or GGUF file. `name` is a path, a packaged model, or a hub name. `patterns` select files to
     download. Raises ModelError.
     """
     path = _local_path(name)
@@ -82,7 +84,7 @@ def needs_download(name: str, revision: str | None) -> bool:
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Raises ModelError, before large downloads if the model is unsupported."""
+    """Get the hub's current version. Raises ModelError; for an unsupported model, before large downloads."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -109,7 +111,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """`weights` must be a local path. Raises ModelError."""
+    """The setting `weights` must be a local path. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -144,8 +146,8 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
-    configurations (folder None) or GGUF headers. Raises ModelError.
+    """Return config.json, and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
+    configurations, and then returns no folder, or GGUF headers. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None
@@ -168,7 +170,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
-    """Merged with ModelOpt's file; None if missing. Raises ModelError."""
+    """Return the file merged with ModelOpt's; None if missing. Raises ModelError."""
     content = files.read_json_file(file_name)
     if content is None or files.folder is None:
         return content
@@ -266,7 +268,7 @@ def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """{} for greedy models. Raises ModelError for invalid values."""
+    """Return {} if do_sample is false. Raises ModelError for invalid values."""
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}

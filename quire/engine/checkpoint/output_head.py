@@ -15,13 +15,13 @@ _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, begin and end in the file."""
+"""File, dtype, and first and end byte in the file."""
 
 
 def correct_tie_word_embeddings(
     config: dict[str, Any], text_config: Mapping[str, Any], weights: Path
 ) -> dict[str, Any]:
-    """Weights override config.json, as in transformers (`tie_weights`)."""
+    """Correct config.json if the weights have an untied head, as in transformers (`tie_weights`)."""
     if (
         text_config.get(_TIE_FIELD) is False
         or not weights.is_dir()
@@ -33,14 +33,14 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """An equal copy counts as tied. False for broken weights, which the loader reports."""
+    """A copy of the embedding counts as tied. Return False for broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
         heads, embeddings = _find_head_and_embedding_tensors(model_type, folder)
     except (ModelError, OSError):
         return False
-    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has just its own bias
+    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has its own bias, but no weight
         return False
     if heads.keys() != {"weight"}:  # the head has a bias, or is quantized
         return True
@@ -50,7 +50,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """Keys are last name parts. Raises ModelError."""
+    """Return both modules' tensors, such as weight and bias, by the last part of their names. Raises ModelError."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):

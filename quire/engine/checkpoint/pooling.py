@@ -1,4 +1,4 @@
-"""How a model computes vectors: sentence-transformers' modules
+"""Reads how a model computes vectors, from sentence-transformers' modules
 (https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads.
 """
 
@@ -107,9 +107,9 @@ class PoolingConfig:
     """Empty for embeddings."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
-    """A decoder's score is the second token's logit minus the first's."""
+    """If set, a decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Tokens that the model was trained for; None if unknown."""
+    """Longest text in training, in tokens; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
 
@@ -121,8 +121,8 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files unless "auto". By default decoders pool the last token, encoders the mean.
-    Raises ModelError naming file and field.
+    """`pooling_type` overrides the files unless it is "auto". By default decoders pool the last token, encoders the
+    mean of all. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder:
@@ -177,7 +177,7 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """`is_dummy`: no weights are read."""
+    """If `is_dummy`, weights are not checked for a head."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
@@ -190,8 +190,8 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model embeds only if files or settings define pooling, because its hidden states mean little
-    otherwise (any two texts score 0.99). Raises ConfigError for an impossible runner.
+    """A generative model embeds only if files or settings define pooling, because otherwise its hidden states mean
+    little (any two texts score 0.99). Raises ConfigError for an impossible setting of runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
     if runner == "generate" and not has_head:
@@ -218,7 +218,7 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
-    """In score order. Raises ModelError."""
+    """Return labels in the order of scores. Raises ModelError."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:
@@ -233,7 +233,7 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """As in sentence-transformers' CrossEncoder and vLLM."""
+    """Choose as sentence-transformers' CrossEncoder and vLLM do."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2
@@ -276,7 +276,7 @@ def _read_embedding_pooling(path: Path, config: ModelConfig, is_encoder: bool) -
 
 
 def _read_modules(path: Path) -> list[_SentenceModule]:
-    if not path.is_dir():  # none in GGUF files
+    if not path.is_dir():  # GGUF files have no modules
         return []
     content = read_bytes_if_present(path / "modules.json", MAX_JSON_BYTES)
     if content is None:

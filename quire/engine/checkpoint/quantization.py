@@ -32,7 +32,7 @@ _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
 )
-"""Kernels compute activation scales per row, and the KV cache has the served dtype."""
+"""Kernels compute activation scales per row, and ignore stored scales of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class WeightFormat:
     """gptq, awq, packed (integers of compressed-tensors), int8, float8, float4, bnb8 or bnb4."""
     bits: int = 8
     group_size: int = 0
-    """Inputs per scale; 0: all."""
+    """Inputs per scale; 0 for all."""
     zero_point_offset: int = 0
-    """This is added to stored zero points, because GPTQ's first version stores one less."""
+    """This is added to stored zero points. GPTQ's first version stores one less."""
     is_symmetric: bool = True
     scale_strategy: str = "channel"
-    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group: 4-bit groups with one more
-    scale.
+    """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group means 4-bit groups, with
+    another scale per tensor.
     """
     block_shape: tuple[int, int] = (0, 0)
-    """(outputs, inputs), for strategy block."""
+    """(outputs, inputs) of a block, for strategy block."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
     """Scales are powers of two, stored as exponents (e8m0)."""
@@ -80,7 +80,7 @@ _MODELOPT_FORMATS = {
 
 
 class ModulePatterns:
-    """Names of modules, fnmatch wildcards, and regular expressions after re:."""
+    """Patterns of three kinds: module names, fnmatch wildcards, and regular expressions after "re:"."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ModelError for an invalid or possibly slow regular expression."""
@@ -96,8 +96,8 @@ class ModulePatterns:
         return self._count
 
     def matches(self, linear: str) -> bool:
-        """A regular expression matches the checkpoint's name from its start. A wildcard matches the whole name, a plain
-        name its parts between dots, both without the text model's prefix.
+        """A regular expression matches from the start of the checkpoint's name. Other patterns match the name without
+        the text model's prefix: a wildcard all of it, a plain name whole parts between dots.
         """
         if any(expression.match(linear) for expression in self._expressions):
             return True
@@ -112,11 +112,11 @@ class ModulePatterns:
 class WeightFormatRules:
     method: str
     format_groups: Sequence[tuple[ModulePatterns | None, WeightFormat]]
-    """Targets (None: all linears) and formats; the first match counts."""
+    """Targets (None for all linears) and their formats. The first match counts."""
     ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """None: unquantized."""
+        """Return None if the linear is unquantized."""
         if self.ignored.matches(linear):
             return None
         matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
@@ -124,12 +124,14 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """A 16- or 32-bit weight is unquantized even if no pattern says so, as before ModelOpt 0.39."""
+        """If True, 16- and 32-bit weights are unquantized even if no pattern says so, as in files of ModelOpt before
+        0.39.
+        """
         return self.method == "modelopt"
 
     @property
     def mean_stored_bits(self) -> float:
-        """Of quantized weights; 0 without any. Assumes linears of one size."""
+        """Bits per quantized weight; 0 without any. Assumes linears of equal size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -172,7 +174,9 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json (`content`) wins. Unquantized models are exported too. Raises ModelError."""
+    """config.json (`content`) overrides `hf_quant_config`. If neither quantizes anything, quantization_config is
+    removed. Raises ModelError.
+    """
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
         return content
@@ -192,7 +196,7 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
         merged |= source
     if not any(merged.get(name) for name in ("quant_algo", "kv_cache_quant_algo", "kv_cache_scheme")):
         return {name: value for name, value in content.items() if name != "quantization_config"}
-    # These repeat quant_algo and quantized_layers.
+    # Both removed fields repeat quant_algo and quantized_layers.
     merged = {name: value for name, value in merged.items() if name not in ("quantization", "config_groups")}
     return content | {"quantization_config": merged | {"quant_method": "modelopt"}}
 
@@ -258,7 +262,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Accepts only gpt-oss' experts."""
+    """Accepts only gpt-oss's format, which quantizes experts."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 
@@ -327,7 +331,7 @@ def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
 
 
 def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
-    """FP8, or "" if the KV cache is unquantized."""
+    """Return FP8, or "" if the KV cache is unquantized."""
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         kind = scheme.get("type"), scheme.get("num_bits")
@@ -378,7 +382,7 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """-1: one group of all inputs."""
+    """-1 means one group of all inputs."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

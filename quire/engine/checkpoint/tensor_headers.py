@@ -63,9 +63,9 @@ class TensorHeader(NamedTuple):
 
 class CheckpointSize(NamedTuple):
     num_floats: int
-    """Elements of 16 bits or more, cast at load."""
+    """Elements of 16 bits or more, which are cast when loaded."""
     packed_bytes: int
-    """Packed integers and 8-bit floats, loaded unchanged."""
+    """Bytes of packed integers and 8-bit floats, which are loaded unchanged."""
     embedding_bits: float | None = None
     """Bits per element of a quantized embedding, which may be the tied head."""
     cpu_expansion: int = 0
@@ -74,7 +74,7 @@ class CheckpointSize(NamedTuple):
 
 
 def text_tensor_name(name: str) -> str | None:
-    """Name in a text-only model; None for tensors of image towers and MTP heads."""
+    """Return the name in a text-only model; None for tensors of image towers and MTP heads."""
     if name.startswith(_NON_TEXT_PREFIXES) or any(part in name for part in _VISION_NAME_PARTS):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
@@ -85,15 +85,15 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Drops optional prefixes. None for other tensors."""
+    """Drops optional prefixes. Returns None for tensors outside image towers."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder. Links may
-    lead anywhere.
+    """Returned files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder.
+    Links may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
@@ -126,7 +126,7 @@ def is_pickled(file: Path) -> bool:
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Reads only headers. None if a file is missing. Raises ModelError."""
+    """Reads only headers. Returns None if a file is missing. Raises ModelError."""
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
     floats = packed_bytes = 0
@@ -160,7 +160,7 @@ def read_tensor_headers(
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
-    """None without the file. Raises ModelError."""
+    """Return None without the file. Raises ModelError."""
     tensors = _read_shard_header(file)
     if tensors is None:
         return None
@@ -168,7 +168,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Dtype, begin and end in the file, by name. Raises ModelError."""
+    """Return, by name: dtype, first and end byte in the file. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -179,7 +179,7 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
-    """Quantized tensors stay quantized."""
+    """Counts quantized tensors as packed bytes, because they stay quantized."""
     floats = packed_bytes = 0
     cpu_bytes = gpu_bytes = 0.0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
@@ -203,8 +203,8 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """None without the file. A safetensors file starts with the header's length, eight little-endian bytes, then
-    JSON.
+    """Return None without the file. A safetensors file starts with the header's length in eight little-endian bytes,
+    then has JSON.
     """
     if is_pickled(shard):
         pickled_tensors = pickled.read_pickled_tensor_headers(shard)

@@ -29,8 +29,8 @@ _NESTED_CONFIG_SUFFIX = "_config"
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links with a changed config.json. Raises ModelError, and ConfigError
-    without config.json.
+    """If hf_overrides is set, return a folder of links with a changed config.json. Raises ModelError, and ConfigError
+    for GGUF files.
     """
     path = resolve_model(config.model, config.revision)
     if not config.hf_overrides:
@@ -73,7 +73,7 @@ def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
-    """Raises ModelError, or ConfigError naming the setting."""
+    """Raises ModelError, or ConfigError naming the wrong setting."""
     source = config.generation_config
     defaults: dict[str, float] = {}
     if source == "auto":

@@ -1,4 +1,4 @@
-"""Reads tensor types and shapes of `torch.save` files. A pickle may call anything, so only torch.save's few
+"""Reads dtypes and shapes of tensors in `torch.save` files. Unpickling may call any function, so only torch.save's few
 instructions are interpreted.
 """
 
@@ -77,7 +77,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """None without the file. Raises ModelError."""
+    """Return None without the file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -109,7 +109,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
 
 
 def _interpret_file(file: IO[bytes]) -> Any:
-    """Accepts a zip archive, or PyTorch's format before 1.6, whose fourth pickle counts."""
+    """Accepts a zip archive, or PyTorch's format before 1.6, whose fourth pickle has the tensors."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
@@ -182,7 +182,7 @@ def _execute_opcode(name: str, argument: Any, stack: _PickleStack) -> None:
     elif name in ("APPEND", "APPENDS"):
         items = stack.pop_to_mark() if name == "APPENDS" else stack.pop_last(1)
         values[-1].extend(items)
-    elif name == "BUILD":  # attributes of an OrderedDict
+    elif name == "BUILD":  # ignores attributes of an OrderedDict
         stack.pop()
     else:
         values.append(_evaluate_opcode(name, argument, stack))
@@ -210,7 +210,7 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 
 
 def _require_string(value: Any) -> str:
-    """Does not hash or print values, because nested tuples may be exponentially large."""
+    """Does not hash or print other values, because nested tuples may be exponentially large."""
     if not isinstance(value, str):
         raise ValueError("its pickle has a name that is not a string")
     return value

@@ -23,19 +23,19 @@ class DecoderSizes(StepCosts):
     hidden_size: int
     num_parameters: int
     embedding_parameters: int
-    """A tied head counts once."""
+    """Counts a tied head once."""
     kv_formula: str
     num_heads: int
     num_kv_heads: int
-    """The most devices that can share the KV cache; 1 with MLA."""
+    """The most devices that can divide the KV cache; 1 with MLA."""
     head_dim: int
-    """Elements of a cached key per head; with MLA, of everything cached."""
+    """Elements of a cached key per head. With MLA, all cached elements."""
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """Values cached per token by convolutions, for users; "" if none."""
+    """Text for users on the values that convolutions cache per token; "" if none."""
     gpu_error: str | None = None
-    """See DecoderSpec."""
+    """See DecoderSpec.gpu_error."""
     quantized_kv_error: str | None = None
 
 

@@ -1,5 +1,5 @@
-"""Sizes of models without a family. Layers are as in Vaswani et al. (2017), with GQA (Ainslie et al., 2023), gated MLPs
-(Shazeer, 2020), experts (Fedus et al., 2021) and MLA (DeepSeek-V2, 2024).
+"""Estimates sizes of models without a family. Layers are as in Vaswani et al. (2017), with GQA (Ainslie et al., 2023),
+gated MLPs (Shazeer, 2020), experts (Fedus et al., 2021) and MLA (DeepSeek-V2, 2024).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
-"""MLPs have two linears, and norms have biases."""
+"""In these, MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
 """These also have a tied head by default."""
 
@@ -43,7 +43,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
     embeddings = table * (1 if tied else 2) + positions * hidden
     norm = hidden * (2 if kind in _UNGATED_MLP_TYPES else 1)
     head_bias = vocab if text_fields.get("lm_head_bias") and not tied else 0
-    # Layers with other states count as attention.
+    # Recurrent layers are counted as if they were attention.
     body = layers * (attention + 2 * norm) + (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     head = kv if caches_latents else _head_dim(text_fields, hidden)
     return DecoderSizes(
@@ -76,14 +76,14 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """transformers' classes cache expanded keys and values."""
+    """Return False for transformers' classes, which cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Per layer: parameters, cached values per token, their formula, query heads times head size."""
+    """Return, per layer: parameters, cached values per token, the formula of these values, query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -127,7 +127,9 @@ def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
 
 
 def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> tuple[int, int, int, int, int]:
-    """Parameters of a dense MLP, an expert, the router per expert, and shared experts; number of MoE layers."""
+    """Return parameters of a dense MLP, an expert, the router per expert, and shared experts; then the number of MoE
+    layers.
+    """
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
     mlp_width = read_optional_size(text_fields, "intermediate_size") or int(
@@ -153,7 +155,7 @@ def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name`: a key of SIZE_FIELD_ALIASES. 0 if missing."""
+    """`name` is a key of SIZE_FIELD_ALIASES. Return 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 

@@ -39,7 +39,7 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """Method; None if unquantized."""
+    """Quantization method; None if unquantized."""
     bits_per_weight: float
     """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
@@ -76,7 +76,7 @@ class ModelSizes(DecoderSizes):
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
-        """Bytes per sequence outside blocks."""
+        """Return bytes per sequence outside KV blocks."""
         return sum(
             each.slot_bytes(draft_length, bytes_per_value)
             for each in self.cache_specs
@@ -88,7 +88,7 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """Share of the weights that a step reads."""
+        """Return the share of the weights that a step of `tokens` reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -97,7 +97,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def weight_ratio(self) -> float:
-        """Bytes relative to two bytes per parameter."""
+        """Bytes of the weights, relative to two bytes per parameter."""
         if not self.bits_per_weight:
             return 1.0
         quantized_parameters = (
@@ -184,7 +184,7 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
     if method == "mxfp4":
         return method, 4.25
     if method in ("compressed-tensors", "modelopt") and (bits := _mean_stored_bits(settings)) is not None:
-        return (method, bits) if bits else (None, 0.0)  # else only the KV cache is quantized
+        return (method, bits) if bits else (None, 0.0)  # without bits, only the KV cache is quantized
     if method in ("fp8", "fbgemm_fp8", "modelopt") or settings.get("load_in_8bit"):
         return method, 8.0
     if groups := settings.get("config_groups"):
