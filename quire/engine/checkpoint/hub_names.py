@@ -38,7 +38,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return None for names that are not on the hub, such as paths. Raises ModelError for a URL that is not a model's."""
+    """Return None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest

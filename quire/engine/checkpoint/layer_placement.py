@@ -13,7 +13,7 @@ DEFAULT_LAYER_MEMORY_FRACTION = 0.5
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Early stages get the extra layers of an uneven split, because the last stage also samples. Stages may be empty."""
+    """Stages may differ by one layer. The last one never gets more, because it also samples. Stages may be empty."""
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 

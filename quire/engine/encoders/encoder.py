@@ -1,5 +1,5 @@
 """Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. KV blocks hold one layer's keys and values at a
-time, so decoders' attention kernels apply. A prompt takes one step.
+time, so that decoders' attention kernels can read them. A step computes whole prompts.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class Encoder:
         """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
         (ascending).
 
-        `lengths`: by metadata group, of sequences that attend within themselves. `cos_sin` [T, head_dim] float32.
-        `splits_tokens`: a chunk may hold part of a sequence.
+        `lengths` has, per metadata group, the lengths of sequences that attend within themselves. `cos_sin` is [T,
+        head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
         """
         backend = self._backend
         spec = self.spec
@@ -227,7 +227,7 @@ class Encoder:
             case "silu", False:
                 wide = silu(wide)
             case unknown, _:
-                raise AssertionError(unknown)  # base_encoder_spec refuses it
+                raise AssertionError(unknown)  # base_encoder_spec raises ModelError for others
         return layer.down.packed_linear(wide, NO_ADAPTERS)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ class Encoder:
         return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
     def _expand_relative_bias(self, tensor: Tensor) -> Tensor:
-        """[buckets, heads] to AttentionParams.relative_bias."""
+        """Convert [buckets, heads] to AttentionParams.relative_bias."""
         max_len = self.max_model_len
         distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)
         return F.pad(tensor[relative_buckets(distances, self.spec.num_buckets)].T, (0, 16)).contiguous()
@@ -262,8 +262,8 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Half the buckets are for keys after the query. Near distances are exact, others logarithmic (Raffel et al.,
-    2020).
+    """Half the buckets are for keys after the query. Near distances have a bucket each, others logarithmic ones (Raffel
+    et al., 2020).
     """
     half = num_buckets // 2
     num_exact = half // 2

@@ -1,5 +1,5 @@
-"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. Bits stay
-equal.
+"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. This does
+not change the output's bits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 _T = TypeVar("_T")
 MAX_CHUNK_TOKENS = 1024
-"""Linears gain nothing from more."""
+"""Larger chunks do not make linears faster."""
 QKV_COST_SHARE = 0.25
-"""3 of a layer's 12 hidden_size² come before attention."""
+"""Of a layer's 12 hidden_size² multiplications per token, 3 precede attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""Per chunk: the range of the step's tokens, and metadata."""
+"""Per chunk: its range in the step's tokens, and its metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """Ignores the yielded costs."""
+    """Runs the generator to its end, and ignores the yielded costs."""
     while True:
         try:
             next(chunks)
@@ -38,7 +38,7 @@ def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
 
 
 def ragged_positions(lengths: np.ndarray) -> np.ndarray:
-    """[S] to [T] int64."""
+    """Convert [S] to each token's position in its sequence, [T] int64."""
     starts = np.cumsum(lengths) - lengths
     positions: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return positions
@@ -56,8 +56,9 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """Chunks of at most `max_rows` tokens (None: one chunk) for prompts of `lengths` [S] int64. The caller must store
-    all keys before any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
+    """Return chunks of at most `max_rows` tokens (None for one chunk) for prompts of `lengths` [S] int64. The caller
+    must store all keys before any chunk attends. If `has_rope_table`, RoPE's table has a row per token of the step.
+    Does not wait for the device.
     """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
@@ -97,5 +98,5 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
-    """[S] to [S + 1]."""
+    """Convert [S] to [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

@@ -42,7 +42,7 @@ class EncoderRunner:
         images: ImageEmbedder | None = None,
         padding_token: int | None = None,
     ) -> None:
-        """`padding_token` None: no padding."""
+        """If `padding_token` is None, prompts are not padded."""
         self._model = model
         self._pooler = pooler
         self._images, self._padding_token = images, padding_token
@@ -99,16 +99,16 @@ class EncoderRunner:
         return False
 
     def make_block_mover(self) -> None:
-        """No KV blocks."""
+        """Return None, because an encoder keeps no KV blocks."""
 
     def make_state_offload_mover(self) -> None:
-        """No slots."""
+        """Return None, because an encoder has no state slots."""
 
     def preload_grammar_compiler(self) -> None:
         pass
 
     def _token_type_ids(self, rows: list[PoolingChunk]) -> Tensor | None:
-        """[T] int64; None if all are 0."""
+        """Return [T] int64, or None if all are 0."""
         if all(each.params.second_segment is None for each in rows):
             return None
         segments = np.zeros(sum(each.prompt_len for each in rows), dtype=np.int64)

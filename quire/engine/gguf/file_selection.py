@@ -1,4 +1,4 @@
-"""Selects a GGUF model by tag, the quantization in a file's name."""
+"""Selects a GGUF model by its tag, which is the quantization in a file's name."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _TAG_PREFERENCE = (
     "IQ1_M",
     "IQ1_S",
 )
-"""Four bits, then slightly more, then fewer, then more, then fewer than two."""
+"""Order of preference: four bits, slightly more, fewer, many more, and fewer than two."""
 
 
 def file_tag(path: str) -> str:
-    """Q4_K_M for model-q4_k_m-00001-of-00002.gguf."""
+    """Return Q4_K_M for model-q4_k_m-00001-of-00002.gguf, or the whole stem without a known tag."""
     stem = PART_PATTERN.sub("", PurePosixPath(path).name)
     stem = stem[: -len(GGUF_SUFFIX)] if stem.lower().endswith(GGUF_SUFFIX) else stem
     match = _TAG_PATTERN.search(stem)
@@ -77,7 +77,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Orders a split model's parts. Omits incomplete models."""
+    """Sorts the parts of split models. Omits incomplete models."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -92,7 +92,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """Without a tag, selects the nearest to Q4_K_M. Raises ModelError naming the tags."""
+    """If tag is None, selects the tag nearest to Q4_K_M. Raises ModelError naming available tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)
@@ -105,7 +105,7 @@ def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: s
 
 
 def _match_available_tag(models: Mapping[str, list[list[str]]], tag: str) -> str | None:
-    """Ignores case, and Unsloth's UD- prefix if only such a file exists."""
+    """Ignores case. If only a file with Unsloth's UD- prefix exists, it matches too."""
     wanted = tag.upper()
     return next((key for form in (wanted, f"UD-{wanted}") for key in models if key.upper() == form), None)
 

@@ -21,7 +21,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Per array; vocabularies have about 2**18."""
+"""Limit per array. Vocabularies have about 2**18 items."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -40,7 +40,7 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """Contiguous axis last, the reverse of the file."""
+    """The contiguous axis is last. Files have the reverse order."""
     type: GGMLType
     file: Path
     offset: int
@@ -62,7 +62,7 @@ class GGUFHeader:
     tensors: Mapping[str, GGUFTensor]
 
     def get_string(self, key: str) -> str | None:
-        """None if missing. All getters raise ModelError for a wrong type."""
+        """Return None if missing. All getters raise ModelError for a wrong type."""
         return self._get_typed(key, str, "a text")
 
     def get_integer(self, key: str) -> int | None:
@@ -81,7 +81,7 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """[] if missing."""
+        """Return [] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -113,11 +113,11 @@ def read_header(path: Path) -> GGUFHeader:
 
 class ByteSource(Protocol):
     def read(self, length: int, /) -> bytes:
-        """May return more than `length` bytes; fewer only at the end."""
+        """Returns at least `length` bytes, or fewer at the end of the file."""
 
 
 def read_header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
-    """May include bytes after the header. Raises ModelError."""
+    """Returned bytes may continue after the header. Raises ModelError."""
     reader = _HeaderReader(file, path, size)
     reader.parse_header()
     return bytes(reader.data)

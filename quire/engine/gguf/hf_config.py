@@ -93,7 +93,7 @@ def generation_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
-    """Matrices only, largest first."""
+    """Counts only matrices. Types with most bytes come first."""
     bytes_by_type: dict[str, int] = {}
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -102,7 +102,9 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raises ModelError if keys and values differ in size, or for unexpected partial RoPE."""
+    """Raises ModelError if value heads, or rotated parts in families without partial RoPE, differ in size from
+    `head_dim`.
+    """
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -131,11 +133,11 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Routers and convolutions stay floats in quantized files."""
+"""Quantized files may have this fraction of float weights, because routers and convolutions are not quantized."""
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """The most common matrix type; bfloat16, the training dtype, for quantized models."""
+    """Return the dtype with most bytes in matrices. For quantized models, it is bfloat16, the dtype of training."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
@@ -182,7 +184,7 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """The factors are tensors. Raises ModelError."""
+    """Add LongRoPE's factors, which GGUF files store as tensors. Raises ModelError."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -197,7 +199,7 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Without the factor. Raises ModelError."""
+    """Return YaRN's fields except factor. Raises ModelError."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
@@ -223,7 +225,7 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[float]:
-    """Raises ModelError unless the tensor is a small float32 one."""
+    """Raises ModelError unless the tensor is float32 and small."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
     file = open_if_present(tensor.file)

@@ -1,4 +1,4 @@
-"""Converts GGUF metadata to tokenizer files: "gpt2" is byte-level BPE with merges, "llama" SentencePiece BPE with
+"""Converts GGUF metadata to tokenizer files. "gpt2" is byte-level BPE with merges, "llama" is SentencePiece BPE with
 scores.
 """
 
@@ -12,7 +12,7 @@ from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _PREFIX = "tokenizer.ggml."
-# token_type; 6 is a byte
+# values of token_type; 6 is a byte
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
@@ -24,7 +24,7 @@ _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
 """The misspelling is GGUF's."""
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
-"""If a vocabulary has both, <|end|> ends only a message, not the answer (OpenAI's harmony format)."""
+"""If a vocabulary has both tokens, <|end|> ends only a message, not the answer (OpenAI's harmony format)."""
 _END_TOKENS = {
     "<|eot_id|>",
     "<|eom_id|>",
@@ -40,7 +40,7 @@ _END_TOKENS = {
     "<end_of_utterance>",
     *HARMONY_END_TOKENS,
 }
-"""Files list one or two of these, and may give others the normal type."""
+"""Tokens that end answers. Files name one or two of them as such, and may mark others as normal tokens."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
 """Limit for all splits of SentencePiece tokens; Gemma has about 2**25."""
@@ -110,12 +110,12 @@ def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
-    """None without a tokenizer."""
+    """Return None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
 def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
-    """As in llama.cpp, end tokens become control tokens: one token in prompts, hidden in answers."""
+    """As in llama.cpp, end tokens become control tokens, which are one token in prompts and hidden in answers."""
     tokens = header.get_strings(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
@@ -130,7 +130,7 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
-    """None if missing or out of range."""
+    """Return None if missing or not below `count`."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -187,7 +187,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """Yields all pairs that form a token, highest score first. SentencePiece has no merges."""
+    """Yields all pairs of tokens that form a token, highest score first, because SentencePiece files have no merges."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long in total to be split into merges")
@@ -205,7 +205,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """Adds BOS and EOS as the file asks. `adds_bos` replaces a missing add_bos_token."""
+    """The post-processor adds BOS and EOS if the file says so. `adds_bos` replaces a missing add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

@@ -25,20 +25,22 @@ _MAX_LISTED_FILES = 8
 
 
 def find_model_in_python_package(name: str) -> Path | None:
-    """None for other names. Raises ModelError if the package is missing."""
+    """Return None unless `name` is a packaged model. Raises ModelError if its package is missing."""
     if name not in PACKAGED_MODELS:
         return None
     module, file, package = PACKAGED_MODELS[name]
-    spec = find_spec(module)  # importing it would import another program
+    spec = find_spec(module)  # find_spec does not run the module, which belongs to another program
     for place in () if spec is None else spec.submodule_search_locations or ():
         if (path := Path(place) / file).is_file():
             return path
-    pip = f"{shlex.quote(sys.executable)} -m pip"  # pip of this interpreter
+    pip = f"{shlex.quote(sys.executable)} -m pip"  # this interpreter's pip
     raise ModelError(f"model: {name} is in a package that is not installed: {pip} install --no-deps {package}")
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """Returns the file, or a split one's first part; None if there are safetensors. Raises ModelError for several."""
+    """Returns the GGUF file, or the first part of a split one; None if the folder has safetensors or no GGUF files.
+    Raises ModelError for several.
+    """
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]
@@ -79,7 +81,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
-    """Reads a model folder, or makes equivalent files from a GGUF header."""
+    """Reads a model folder's files, or makes equivalent ones from a GGUF header."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,5 +1,5 @@
-"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to tokenizer.json's. Each
-in turn splits into matches and the text between.
+"""Patterns of byte-level pre-tokenizers, equivalent to tokenizer.json's, by llama.cpp's names (tokenizer.ggml.pre). One
+after the other splits texts into its matches and the text between them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 class PreTokenizerSpec(NamedTuple):
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """Keep a piece whole if it is a token."""
+    """A piece that is a token is not split."""
     adds_bos: bool = False
-    """The file overrides it."""
+    """Default for a missing add_bos_token."""
     normalizes_nfc: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Tensor types, as in ggml.h and its quants: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+"""Tensor types of ggml: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ _NESTED_INPUTS = 256
 
 
 class HeldForm(NamedTuple):
-    """How backends hold a quantized type (kernels/quantized_tensors.py)."""
+    """How backends store a quantized type in memory (kernels/quantized_tensors.py)."""
 
     code_bits: int
     group_size: int
     numbers_per_group: int = 1
-    """A scale, or a scale and an offset."""
+    """1 for a scale, 2 for a scale and an offset."""
     is_nested: bool = False
-    """Where the CPU kernels hold a byte per group, and 16-bit numbers per 256 inputs. GPUs hold 16 bits per number."""
+    """If True, CPU kernels store a byte per group, and 16-bit numbers per 256 inputs. GPUs always store 16 bits per
+    number.
+    """
 
     def bits_per_weight(self, *, gpu: bool) -> float:
         if self.is_nested and not gpu:
@@ -26,13 +28,13 @@ class HeldForm(NamedTuple):
 
 
 class GGMLType(NamedTuple):
-    """A block holds `block_size` numbers in `type_size` bytes."""
+    """A block stores `block_size` numbers in `type_size` bytes."""
 
     name: str
     block_size: int
     type_size: int
     held_form: HeldForm | None = None
-    """None: floats."""
+    """None for floats."""
 
     @property
     def bits_per_weight(self) -> float:

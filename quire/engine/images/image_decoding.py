@@ -1,4 +1,4 @@
-"""Decodes image files, which may be hostile. A server decodes in a process that can be killed."""
+"""Decodes image files, which may be malicious. Servers therefore decode in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
 MAX_PIXELS = 25_000_000
-"""Stops decompression bombs."""
+"""Limit against decompression bombs."""
 
 
 _BAND_ROWS = 256
@@ -29,13 +29,13 @@ _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 
 
 def preload_decoders() -> None:
-    """Call before a fork, because Pillow would import forty formats at the first WEBP."""
+    """Call this before a fork. Otherwise Pillow would import forty formats at the first WEBP in each process."""
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 
 
 def open_image(content: bytes, where: str) -> Image.Image:
-    """Does not decode pixels. Raises InvalidRequest."""
+    """Reads the size, but decodes no pixels. Raises InvalidRequest."""
     from PIL import Image  # takes 30 ms
 
     preload_decoders()
@@ -60,18 +60,18 @@ def open_image(content: bytes, where: str) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) after `decode_upright`."""
+    """Return the (width, height) that `decode_upright` will produce."""
     try:
         is_rotated = _read_exif(image).get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
     except MemoryError:
         raise
-    except Exception:  # broken; decoding will raise
+    except Exception:  # metadata is broken; decoding will raise
         is_rotated = False
     return (image.height, image.width) if is_rotated else image.size
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """getexif would decode all pixels of a PNG, which is avoided unless metadata follows them."""
+    """A PNG's own getexif decodes all pixels, so it is called only if metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):

@@ -37,7 +37,7 @@ class MultimodalPrompt:
 
 
 def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> MultimodalPromptBuilder | None:
-    """None if the model reads no images. Raises ModelError."""
+    """Return None if the model reads no images. Raises ModelError."""
     vision = read_vision_spec(path)
     template_image_token = None if vision is None else tokenizer.id_to_token(vision.template_image_token_id)
     return (
@@ -67,7 +67,7 @@ class MultimodalPromptBuilder:
         layouts = self._make_layouts(files, request_images)
         ids = encode(self._expand_placeholders_in_text(text, layouts))
         contents: list[Image] = []
-        for layout, each in zip(layouts, request_images, strict=True):  # one file's pixels in memory at a time
+        for layout, each in zip(layouts, request_images, strict=True):  # only one file's pixels are in memory at a time
             contents += self._decode_and_resize(layout, files.pop(0), each)
         spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_run_lengths], contents)
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
@@ -159,7 +159,7 @@ class MultimodalPromptBuilder:
 def make_tiles_by_tile_digest(
     reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
 ) -> dict[str, Image]:
-    """Tiles at both levels of detail, by their hex digest in receipts. Raises InvalidRequest."""
+    """Return tiles at both levels of detail, keyed by their hex digest in receipts. Raises InvalidRequest."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):

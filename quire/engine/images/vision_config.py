@@ -17,7 +17,7 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20
-"""Evicted features are recomputed, with the same bits."""
+"""Features that the full cache evicts are recomputed, with equal bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
@@ -26,7 +26,7 @@ def can_read_images(raw: Mapping[str, Any]) -> bool:
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """None if the model reads no images. `raw` replaces config.json. Raises ModelError."""
+    """Return None if the model reads no images. `raw` replaces config.json. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -38,7 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """(all parameters, quantizable parameters); (0, 0) without images. Raises ModelError."""
+    """Return (all parameters, quantizable parameters), or (0, 0) if the model reads no images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
@@ -62,7 +62,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """Raises ModelError for disabled steps, including do_normalize if `normalizes`."""
+    """Raises ModelError for disabled steps. Only if `normalizes`, do_normalize is one of them."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:

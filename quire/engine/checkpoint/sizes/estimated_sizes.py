@@ -83,7 +83,7 @@ def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> b
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return, per layer: parameters, cached values per token, the formula of these values, query heads times head size."""
+    """Return, per layer: parameters, cached values per token and their formula, query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (

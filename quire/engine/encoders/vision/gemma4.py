@@ -1,4 +1,6 @@
-"""Gemma 4's tower (Google, 2026) for any image shape: bidirectional text layers, then average pooling."""
+"""Gemma 4's tower (Google, 2026) for any image shape: layers of Gemma's text models, with bidirectional attention, then
+average pooling.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """The checkpoint rotates columns and rows of a head separately. Reorder its elements for whole-head RoPE."""
+        """The checkpoint rotates a head's elements for columns and for rows separately. Reorder them for RoPE of whole
+        heads.
+        """
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter
         size = self._vision.head_dim
@@ -112,7 +116,7 @@ class Gemma4Tower(Tower):
         return [self._pool_and_project(each, rows, columns) for each in x.chunk(len(images))]
 
     def _pool_and_project(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """[T, hidden] to tokens."""
+        """Convert [T, hidden] to [tokens, text_hidden_size]."""
         vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()
@@ -125,7 +129,7 @@ class Gemma4Tower(Tower):
         return self._projection.packed_linear(normed, NO_ADAPTERS)
 
     def _patch_embeddings_and_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
-        """Row-major patches [T, hidden]; (index, column, row) [T, 3] int64."""
+        """Return row-major patches [T, hidden] and their (index, column, row) [T, 3] int64."""
         size = self._vision.tower_shape.patch_size
         rows, columns = image.height // size, image.width // size
         device = self._build_context.device
@@ -136,7 +140,7 @@ class Gemma4Tower(Tower):
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
-        """A chunk is a whole sublayer, because an image has few tokens."""
+        """A chunk is a whole sublayer, because an image has few patches."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device

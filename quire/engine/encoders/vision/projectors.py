@@ -47,7 +47,7 @@ class PixelShuffleProjector(Projector):
 
 
 def pixel_shuffle(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor:
-    """[rows * columns, hidden] to [tokens, scale² * hidden], each square row by row."""
+    """Convert [rows * columns, hidden] to [tokens, scale² * hidden], each square row by row."""
     squares = hidden.view(rows // scale, scale, columns // scale, scale, -1).transpose(1, 2)
     return squares.reshape(rows // scale * (columns // scale), -1).contiguous()
 
@@ -64,7 +64,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """`num_skipped`: leading rows that are not patches. Raises ModelError for an unsupported activation."""
+        """The first `num_skipped` rows are not patches. Raises ModelError for an unsupported activation."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -85,7 +85,7 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """Like PixelShuffleProjector, with two linears and an optional norm."""
+    """Like PixelShuffleProjector, but with two linears and an optional norm."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PixelShuffleMLP:
         return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
 
     def project_grid(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
-        """[rows * columns, hidden] to [tokens, text_hidden_size]."""
+        """Convert [rows * columns, hidden] to [tokens, text_hidden_size]."""
         x, norm = pixel_shuffle(hidden, rows, columns, self._scale), self._norm
         return self._linears(x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
 
@@ -142,7 +142,7 @@ class ClassTokenProjector(Projector):
 
 
 class AttentionPoolingProjector(Projector):
-    """SigLIP's: a learned query attends to the patches (Lee et al., 2019)."""
+    """SigLIP's pooling: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
         """Raises ModelError for an unsupported activation."""

@@ -1,4 +1,4 @@
-"""Towers of Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) for any image
+"""Towers of Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL (Qwen Team, 2025) for any image
 shape.
 """
 
@@ -108,8 +108,8 @@ class QwenVLTower(Tower):
         return torch.cat(parts)
 
     def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Encoder order of patches [T] int64, which keeps tokens and windows together, and attention lengths by
-        metadata group (0: whole image, 1: window).
+        """Return the encoder's order of patches, [T] int64, in which patches of a token or window are adjacent. Also
+        return lengths of attended sequences per metadata group (0 for whole images, 1 for windows).
         """
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
@@ -122,14 +122,14 @@ class QwenVLTower(Tower):
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
     def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
-        """Takes indices in encoder order. Returns [tokens] int64."""
+        """`order` has patch indices in the encoder's order. Returns [tokens] int64."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
         token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
         return token_order
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
-        """[rows * columns, hidden], bilinear in float32, corners aligned."""
+        """Return [rows * columns, hidden], interpolated bilinearly in float32 with aligned corners."""
         side = isqrt(self._vision.position_table_size)
         down, right = (
             torch.linspace(0, side - 1, count, device=self._build_context.device) for count in (rows, columns)
@@ -150,7 +150,9 @@ class QwenVLTower(Tower):
 
 
 class PatchMerger:
-    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all together."""
+    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all these patches
+    together.
+    """
 
     def __init__(
         self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool
@@ -174,7 +176,7 @@ class PatchMerger:
         return merge_parameters(self._norm, self._first, self._last)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[patches, hidden] to [tokens, text_hidden_size]."""
+        """Convert [patches, hidden] to [tokens, text_hidden_size]."""
         backend, norm = self._build_context.backend, self._norm
         x = hidden if self._has_patch_norm else hidden.view(-1, self._size)
         if self._has_rms_norm:

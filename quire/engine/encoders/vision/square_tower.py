@@ -36,7 +36,7 @@ class SquareTowerSpec:
     class_token: str | None = None
     first_norm: str | None = None
     has_batch_axes: bool = False
-    """Class token and positions have leading axes of size 1."""
+    """Tensors of class token and positions have leading axes of size 1."""
 
 
 def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:
@@ -64,7 +64,7 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """InternVL (Chen et al., 2024)."""
+    """Return the spec of InternVL's tower (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -103,7 +103,7 @@ class SquareTower(Tower):
         *,
         unused: tuple[str, ...] = (),
     ) -> None:
-        """`position_ids` [side * side] int64 index a table of trained_side² rows."""
+        """`position_ids` [side * side] int64 are row indices of a table of trained_side² rows."""
         self.unused_prefixes = unused
         self._spec = spec
         self._shape = shape
@@ -164,7 +164,7 @@ class SquareTower(Tower):
 
 
 def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
-    """[side * side] int64, computed in float32 to round as transformers does."""
+    """Return [side * side] int64, computed in float32 to round as transformers does."""
     boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
     fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     axis_ids = torch.bucketize(fractions, boundaries, right=True)

@@ -28,7 +28,7 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """This applies to linears in layers. Others are unquantized."""
+    """The scheme applies to linears in layers. Other linears are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
@@ -56,12 +56,12 @@ class Tower(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By `vision_tensor_name`."""
+        """Keyed by the names that `vision_tensor_name` returns."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
         """Yields costs that sum to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
-        MediaEmbeddings). Images have one size; batching does not change bits.
+        MediaEmbeddings). All images must have the same size. Batching does not change bits.
         """
 
     @torch.inference_mode()
@@ -70,7 +70,9 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution with stride = size, as a linear. A patch has `frames` copies of the image."""
+    """Convolution whose stride is its size, computed as a linear. If `frames` is not 0, a patch repeats the image that
+    often.
+    """
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
@@ -93,7 +95,7 @@ class PatchEmbedding:
         return table | {f"{self._name}.weight": flat}
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """[height, width, 3] to [rows * columns, hidden]."""
+        """Convert [height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         patches = pixels.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
@@ -111,7 +113,7 @@ class ChannelLastPatchEmbedding:
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """[height, width, 3] to [rows * columns, hidden]."""
+        """Convert [height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         patches = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
@@ -119,7 +121,7 @@ class ChannelLastPatchEmbedding:
 
 
 def normalize_pixels(image: Image, normalization: PixelNormalization, device: torch.device = _CPU) -> Tensor:
-    """float32 [height, width, 3]."""
+    """Return float32 [height, width, 3]."""
     pixels = np.frombuffer(bytearray(image.pixels), dtype=np.uint8).reshape(image.height, image.width, 3)
     uploaded = upload_arrays(
         [pixels, *(np.array(each, dtype=np.float32) for each in (normalization.mean, normalization.std))], device
@@ -128,7 +130,7 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
 
 
 def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """Pre-norm, without positions. Raises ModelError for an unsupported activation."""
+    """Return a pre-norm encoder without positions. Raises ModelError for an unsupported activation."""
     return EncoderSpec(
         names=names,
         vocab_size=0,
@@ -151,11 +153,11 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """[T, head_dim] like QKNormRopeParams.cos_sin, from `rows` and `columns` [T] and frequencies [head_dim / 4]."""
+    """Return [T, head_dim] like QKNormRopeParams.cos_sin, from `rows` and `columns` [T] and frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
-    """[size / 2] float32."""
+    """Return [size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

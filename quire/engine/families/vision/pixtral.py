@@ -78,7 +78,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Raises ModelError."""
+    """Read Pixtral's own configuration, which has LLaVA's model_type. Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 
