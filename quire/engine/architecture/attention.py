@@ -30,9 +30,9 @@ class AttentionLayerSpec(SublayerSpec):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """See QKNormRopeParams.norm_kind. unit is after without weights."""
+    """See QKNormRopeParams.norm_kind. "unit" is "after" without weights."""
     query_scaling: QueryScaling | None = None
-    """If None, `rope` may define scaling."""
+    """If None, llama_4_scaling_beta in `rope` may define the scaling."""
     alibi: float | None = None
     """This factor multiplies all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
@@ -65,7 +65,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Text for users on the values cached per token; "" if none."""
+        """Formula of the values cached per token, for users; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

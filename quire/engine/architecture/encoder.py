@@ -31,7 +31,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """One tensor, which includes any gate, or (gate, up)."""
+    """Names of (gate, up), or of one tensor that includes any gate."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None

@@ -17,8 +17,8 @@ class PagedState:
     """Elements of one key, or 0 if all layers are equal."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """`kv_width` and `model_width` are bytes per element of keys and values, and of the model's dtype. Each
-        quantized head has `head_scale_bytes` of scales.
+        """`kv_width` is bytes per element of keys and values, `model_width` of the model's dtype. Each quantized head
+        has `head_scale_bytes` of scales.
         """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
@@ -51,7 +51,7 @@ class PagedColumnState:
 @dataclass(frozen=True, slots=True)
 class MatrixState:
     """A sequence's slot holds a convolution's last columns, a matrix per head, and inputs of draft tokens until
-    acceptance. This is too large for KV blocks, so a cached prefix needs a snapshot.
+    acceptance. This state is too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int

@@ -149,7 +149,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """Reads the same normed input as the layer's attention."""
+    """Mamba-2 reads the same normed input as the layer's attention."""
     joins_input_only: bool = False
     """The previous sublayer's output is added to this sublayer's input only, not to the stream."""
     parent_module: str = ""
@@ -189,7 +189,7 @@ class MambaLayerSpec(MatrixStateSpec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection. plain norms have no weights."""
+    """Norms of b, c, and the input of dt's projection. "plain" norms have no weights."""
     inner_eps: float = 1e-6
 
     @property

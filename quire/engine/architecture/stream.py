@@ -37,7 +37,7 @@ class PerLayerInputsSpec:
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Images use this token's embeddings."""
+    """Image tokens use this token's per-layer embeddings."""
 
     @property
     def total_size(self) -> int:

@@ -73,12 +73,12 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` ranks can divide it."""
+        """None if `ranks` ranks can divide the sublayer."""
         return None
 
     @property
     def gpu_error(self) -> str | None:
-        """None if GPUs can compute it."""
+        """None if GPUs can compute the sublayer."""
         return None
 
 

@@ -75,7 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """If False, transformers' class computes the model. Encoders' classes become decoders if is_decoder is set."""
+    """If False, transformers' class computes the model, for example an encoder's if config.json sets is_decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -134,8 +134,8 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized. float32 with a bfloat16 KV cache then takes the same memory
-    (docs/guides/quantization.md).
+    """True if nearly all matrices are quantized. float32 with a bfloat16 KV cache then takes as little memory as
+    bfloat16 (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 

@@ -34,7 +34,7 @@ class HubFile:
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """Keyed by path. None for a cached file if the hub is unreachable."""
+    """Keyed by path. Values are None if the hub is unreachable and the cache is listed."""
     commit: str
 
     @property
@@ -153,7 +153,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """Return the first part, or None unless all parts are cached."""
+    """Return the first part, or None if a part is not cached."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -168,7 +168,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """Return True even for incomplete weights, except of GGUF names."""
+    """Return True even if other weights are missing, except for names of GGUF files."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)

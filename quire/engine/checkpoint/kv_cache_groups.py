@@ -206,7 +206,7 @@ class KVBlockNeeds:
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Returns the most blocks in all groups, without the first `cached_blocks` ones."""
+        """Returns the most blocks that `tokens` need at once in all groups, except the first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows

@@ -75,7 +75,7 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """A plan's block of `block_bytes` holds one block of each group."""
+    """`num_blocks` blocks of `block_bytes` are each divided into as many blocks as there are groups."""
 
     num_blocks: int
     block_size: int
@@ -159,7 +159,7 @@ def host_kv_budget(available: int) -> int:
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Returns bytes. `utilization` is the share of `total` that all memory may take, other programs' included."""
+    """Returns bytes. `utilization` is the share of `total` that may be used in the end, including by other programs."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -294,7 +294,7 @@ def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
 
 
 def total_host_bytes() -> int | None:
-    """Return at most the control group's limit; None if unknown."""
+    """Return the machine's memory or the control group's limit, whichever is less; None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 

@@ -84,7 +84,9 @@ def needs_download(name: str, revision: str | None) -> bool:
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Raises ModelError; for an unsupported model, before large downloads."""
+    """Get the hub's current version. For an unsupported model, raises ModelError before large downloads. Raises
+    ModelError.
+    """
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -147,7 +149,7 @@ def resolve_hub_name(name: str) -> HubName:
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
     """Return config.json, and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
-    configurations, and then returns no folder, or GGUF headers. Raises ModelError.
+    configurations or GGUF headers. If configurations are downloaded, the folder is None. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None

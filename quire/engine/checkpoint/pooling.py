@@ -104,7 +104,7 @@ class PoolingConfig:
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
-    """Empty for embeddings."""
+    """A classifier's labels; empty for embedding models."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
     """If set, a decoder's score is the second token's logit minus the first's."""
@@ -182,7 +182,7 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
         return False
     if config.tie_embeddings or is_dummy:
         return True
-    names = read_tensor_headers(path) if path.is_dir() else {}  # GGUF: the loader checks it
+    names = read_tensor_headers(path) if path.is_dir() else {}  # the loader checks GGUF files
     weight_names = find_weight_names(config.model_type)
     return not names or any(
         weight_names.modules_from_checkpoint(name.rpartition(".")[0]) == ("lm_head",) for name in names

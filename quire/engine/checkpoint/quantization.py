@@ -26,7 +26,7 @@ _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
 _DOT = re.compile(r"\.")
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
-"""ModelOpt writes it next to config.json."""
+"""ModelOpt writes this file next to config.json."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
@@ -96,8 +96,8 @@ class ModulePatterns:
         return self._count
 
     def matches(self, linear: str) -> bool:
-        """A regular expression matches from the start of the checkpoint's name. Other patterns match the name without
-        the text model's prefix: a wildcard all of it, a plain name whole parts between dots.
+        """A regular expression matches from the start of the checkpoint's name. Other patterns ignore the text model's
+        prefix: a wildcard must match the whole name, a plain name one or more of its dot-separated parts.
         """
         if any(expression.match(linear) for expression in self._expressions):
             return True
@@ -262,7 +262,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """Accepts only gpt-oss's format, which quantizes experts."""
+    """Accepts only gpt-oss's experts."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 

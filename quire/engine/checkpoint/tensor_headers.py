@@ -93,7 +93,7 @@ def vision_tensor_name(name: str) -> str | None:
 
 def find_weight_files(path: Path) -> list[Path]:
     """Returned files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder.
-    Links may lead anywhere.
+    Symbolic links may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)

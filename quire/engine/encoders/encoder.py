@@ -262,8 +262,8 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Half the buckets are for keys after the query. Near distances have a bucket each, others logarithmic ones (Raffel
-    et al., 2020).
+    """Half the buckets are for keys after the query. Each near distance has its own bucket. Others share logarithmic
+    buckets (Raffel et al., 2020).
     """
     half = num_buckets // 2
     num_exact = half // 2

@@ -33,7 +33,7 @@ def find_any_family(model_type: object) -> ModelFamily | None:
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
-    if _find_family_by_module_name(str(model_type)) is not None:  # its family is text-only
+    if _find_family_by_module_name(str(model_type)) is not None:  # a family without images
         return None
     return _multimodal_families_by_model_type().get(str(model_type))
 
@@ -60,7 +60,7 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
-    """Avoid importing all modules, which would take a tenth of `quire plan`."""
+    """Imports one module, because importing all would take a tenth of `quire plan`'s time."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

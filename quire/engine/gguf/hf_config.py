@@ -102,8 +102,8 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raises ModelError if value heads, or rotated parts in families without partial RoPE, differ in size from
-    `head_dim`.
+    """Raises ModelError if value heads are not of size `head_dim`, or if only part of a head rotates in a family
+    without partial RoPE.
     """
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)

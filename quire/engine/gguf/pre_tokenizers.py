@@ -1,5 +1,5 @@
-"""Patterns of byte-level pre-tokenizers, equivalent to tokenizer.json's, by llama.cpp's names (tokenizer.ggml.pre). One
-after the other splits texts into its matches and the text between them.
+"""Patterns of byte-level pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to those of
+tokenizer.json. Each pattern in turn splits texts into its matches and the text between them.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """A PNG's own getexif decodes all pixels, so it is called only if metadata follows them."""
+    """PngImageFile.getexif decodes all pixels, so it is called only if metadata follows the pixels."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -100,7 +100,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
             image = ImageOps.exif_transpose(image)
         if image.mode in _SIXTEEN_BIT_MODES:  # Pillow would clip all but the darkest 256 grays to white
             image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
-            image.info.pop("transparency", None)  # its value is a 16-bit gray
+            image.info.pop("transparency", None)  # this value is a 16-bit gray
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = _composite_on_white(image)
         return image if image.mode == "RGB" else image.convert("RGB")

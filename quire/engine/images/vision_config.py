@@ -17,7 +17,7 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20
-"""Features that the full cache evicts are recomputed, with equal bits."""
+"""If the cache is full, evicted features are recomputed with equal bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
@@ -62,7 +62,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """Raises ModelError for disabled steps. Only if `normalizes`, do_normalize is one of them."""
+    """Raises ModelError for disabled steps. do_normalize may be disabled unless `normalizes`."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:

@@ -33,7 +33,7 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """Text for users on the values that convolutions cache per token; "" if none."""
+    """Formula of the values that convolutions cache per token, for users; "" if none."""
     gpu_error: str | None = None
     """See DecoderSpec.gpu_error."""
     quantized_kv_error: str | None = None

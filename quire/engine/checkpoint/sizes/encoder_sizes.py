@@ -7,7 +7,7 @@ from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, field_valu
 
 
 def count_encoder_sizes(spec: EncoderSpec, *, has_kv_cache: bool = False) -> DecoderSizes:
-    """Excludes heads after pooling. `has_kv_cache` is True if transformers' class makes it a decoder."""
+    """Excludes heads after pooling. `has_kv_cache` is True if transformers' class turns the encoder into a decoder."""
     costs = spec.step_costs()
     kv_values = 2 * spec.num_heads * spec.head_dim if has_kv_cache else 0
     return DecoderSizes(

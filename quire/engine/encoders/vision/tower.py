@@ -70,9 +70,7 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution whose stride is its size, computed as a linear. If `frames` is not 0, a patch repeats the image that
-    often.
-    """
+    """Convolution whose stride is its size, computed as a linear. A patch of `frames` video frames repeats the image."""
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
@@ -153,7 +151,7 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return [T, head_dim] like QKNormRopeParams.cos_sin, from `rows` and `columns` [T] and frequencies [head_dim / 4]."""
+    """Return [T, head_dim] like QKNormRopeParams.cos_sin. `rows` and `columns` are [T], frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 

@@ -19,7 +19,7 @@ _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
 """Tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""RoPE types whose frequencies depend on the longest context in transformers' classes."""
+"""RoPE types for which transformers' classes compute frequencies from the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ def normalize_rope(
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """Return the parameters of all layers, without sets for single layer types."""
+    """Return the parameters that all layers share."""
     rope_fields = dict(rope_object(raw))
     rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     rope = normalize_rope(

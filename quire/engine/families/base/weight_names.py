@@ -57,8 +57,8 @@ class WeightNames:
     sometimes head by head.
     """
     is_fused_by_kv_head: bool = False
-    """Fused rows are ordered by key-value head: its queries, key and value (GPT-NeoX's order). In a delta net, they are
-    ordered by key head.
+    """Fused rows are ordered by key-value head, each with its queries, key and value (GPT-NeoX's order). In a delta
+    net, they are ordered by key head.
     """
     transposed_modules: tuple[str, ...] = ()
     """Modules whose weights are [in, out]."""

@@ -1,5 +1,5 @@
-"""Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025): square tiles, plus one of the whole image.
-The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare with transformers'
+"""Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025): images are cut into square tiles, plus a tile
+of the whole image. The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare with transformers'
 image_processing_pil_idefics3.py.
 """
 

@@ -40,7 +40,7 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     token_count_range: tuple[int, int]
     """Minimum and maximum number of tokens for an uncut image or a thumbnail."""
     pixel_tolerance: float
-    """Images are cut if their pixels exceed this factor times the pixels of the most tokens."""
+    """Images are cut if they have more than this factor times the pixels that the maximum number of tokens covers."""
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
@@ -148,7 +148,7 @@ class Lfm2Layout(ImageLayout):
 
 
 def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return (width, height) as multiples of `unit` pixels, with the given number of tokens."""
+    """Return (width, height) as multiples of `unit`, for `min_tokens` to `max_tokens`."""
     high, wide = (max(unit, round(each / unit) * unit) for each in (height, width))
     if high * wide > max_tokens * unit * unit:
         beta = math.sqrt(height * width / (max_tokens * unit * unit))

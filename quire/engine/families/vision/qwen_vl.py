@@ -46,7 +46,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     """Pixels per side of attention windows, or 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
-    """The text model's first layers add these layers' features (Meng et al., 2024)."""
+    """Tower layers whose features the text model's first layers add (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
 
     @property

@@ -40,7 +40,7 @@ class GGUFMetadata:
         return self.header.get_bool(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
-        """Return one per layer. Raises ModelError unless it is a list."""
+        """Return one integer per layer. Raises ModelError unless the value is a list."""
         if not self.is_list(key):
             raise self.field_error(key, "expected a number for each layer")
         return self.header.get_integers(f"{self.architecture}.{key}")
@@ -72,7 +72,7 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Llama's GGUF names, mapped to checkpoint names. * is the expert's index."""
+"""Llama's GGUF names, mapped to checkpoint names. In such mappings, * is the expert's index."""
 POST_NORM_MODULES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -112,9 +112,9 @@ class GGUFFormat:
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(default_factory=dict)
     has_optional_experts: bool = False
-    """If False, files must have experts exactly if the family has experts."""
+    """True if some of the files have experts and others do not."""
     has_latent_attention: bool = False
-    """`read_fields` reads the head sizes of MLA."""
+    """The model has MLA, whose head sizes `read_fields` reads."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows of query and key projections are stored for interleaved RoPE."""

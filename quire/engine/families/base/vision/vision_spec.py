@@ -57,7 +57,7 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Return, per input of the tower, the lengths of its runs of adjacent tokens."""
+        """Return the lengths of runs of adjacent tokens, per input of the tower."""
 
     @property
     def num_tokens(self) -> int:
