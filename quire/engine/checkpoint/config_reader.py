@@ -75,7 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """If False, transformers' class computes the model, for example an encoder's if config.json sets is_decoder."""
+    """If False, transformers' class computes the model. It also computes encoders whose config.json sets is_decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")

@@ -35,7 +35,7 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ModelError for an activation that the family lacks."""
+    """Raise ModelError for an activation that the family does not support."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (

@@ -168,7 +168,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """Return True even if other weights are missing, except for names of GGUF files."""
+    """Return True even if some weights are missing, except for names of GGUF models."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)

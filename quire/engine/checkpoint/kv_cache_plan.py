@@ -75,7 +75,7 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """`num_blocks` blocks of `block_bytes` are each divided into as many blocks as there are groups."""
+    """Sizes of the KV cache. Each of `num_blocks` blocks is divided into one block per KV cache group."""
 
     num_blocks: int
     block_size: int
@@ -212,7 +212,9 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """Unlike a default, a given num_blocks may exceed memory. Raises ConfigError if max_model_len does not fit."""
+    """If `num_blocks` is None, the blocks must fit in `available_bytes`. A given number may exceed this memory. Raises
+    ConfigError if max_model_len does not fit.
+    """
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
     available_blocks = num_blocks

@@ -84,9 +84,7 @@ def needs_download(name: str, revision: str | None) -> bool:
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. For an unsupported model, raises ModelError before large downloads. Raises
-    ModelError.
-    """
+    """Get the hub's current version. Raises ModelError, for unsupported models before large downloads."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)

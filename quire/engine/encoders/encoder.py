@@ -191,7 +191,7 @@ class Encoder:
                 yield (chunk_cost(len(q), num_visible, spec.hidden_size) - QKV_COST_SHARE * len(q)) / spec.num_layers
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             if index in aux_layers:
-                aux_hidden_states.append(x.clone())  # a backend may overwrite it
+                aux_hidden_states.append(x.clone())  # a backend may overwrite x
             self._report_progress()
         return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 

@@ -33,7 +33,7 @@ def find_any_family(model_type: object) -> ModelFamily | None:
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
-    if _find_family_by_module_name(str(model_type)) is not None:  # a family without images
+    if _find_family_by_module_name(str(model_type)) is not None:  # a text model's family
         return None
     return _multimodal_families_by_model_type().get(str(model_type))
 

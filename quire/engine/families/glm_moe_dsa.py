@@ -11,9 +11,9 @@ _DEFAULT_SKIP_OFFSET = 2
 
 
 def _check_indexer_types(config: ModelConfig) -> None:
-    """Raises ModelError if layers reuse the tokens that an earlier layer's indexer chose. Such layers follow from the
-    first of three fields that is set: `indexer_types` (a type per layer), `index_topk_pattern` (a letter per layer) or
-    `index_topk_freq` (the indexer runs in one of that many layers).
+    """Raises ModelError if layers reuse the tokens that an earlier layer's indexer chose. The first of three fields
+    that is set tells which layers do: `indexer_types` (a type per layer), `index_topk_pattern` (a letter per layer) or
+    `index_topk_freq` (one layer in this many runs its indexer).
     """
     raw = config.raw
     if (types := raw.get("indexer_types")) is not None:

@@ -65,7 +65,7 @@ _TAG_PREFERENCE = (
     "IQ1_M",
     "IQ1_S",
 )
-"""Order of preference: four bits, slightly more, fewer, many more, and fewer than two."""
+"""Most preferred first: four bits, slightly more, fewer, many more, then fewer than two."""
 
 
 def file_tag(path: str) -> str:

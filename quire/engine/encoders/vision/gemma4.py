@@ -1,5 +1,5 @@
-"""Gemma 4's tower (Google, 2026) for any image shape: layers of Gemma's text models, with bidirectional attention, then
-average pooling.
+"""Gemma 4's tower (Google, 2026) for any image shape: a text model's layers with bidirectional attention, then average
+pooling.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Projector(ABC):
 
     @abstractmethod
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Map row-major [patches, hidden], after any class token, to [tokens, text_hidden_size]."""
+        """Convert [patches, hidden], row-major after any class token, to [tokens, text_hidden_size]."""
 
 
 class PixelShuffleProjector(Projector):

@@ -70,7 +70,7 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution whose stride is its size, computed as a linear. A patch of `frames` video frames repeats the image."""
+    """Convolution whose stride is its size, computed as a linear. Patches of `frames` video frames repeat the image."""
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
