@@ -91,7 +91,7 @@ def _has_png_metadata_after_pixels(content: bytes) -> bool:
 
 
 def decode_upright(image: Image.Image, where: str) -> Image.Image:
-    """Decode to RGB, apply the EXIF orientation, put transparency on white. Raises InvalidRequest."""
+    """Decode to RGB, apply the EXIF orientation, and put transparency on white. Raises InvalidRequest."""
     from PIL import ImageOps
 
     try:

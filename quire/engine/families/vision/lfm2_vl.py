@@ -160,7 +160,7 @@ def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tok
 
 
 def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Return (columns, rows). Grids with equally many tiles are tried in the order of a Python set, as in transformers."""
+    """Return (columns, rows). Grids with equally many tiles have the order of a Python set, as in transformers."""
     counts = range(min_tiles, max_tiles + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}
