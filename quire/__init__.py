@@ -1,4 +1,6 @@
-"""Quire's public names: `from quire import LLM, SamplingParams`. Import is cheap; a name loads when first used."""
+"""Quire's public names: `from quire import LLM, SamplingParams`. Importing the package is cheap, because names load
+when first used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's module of this name."""
+"""Has the name of vLLM's module."""
 
 from quire.engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
 

@@ -1,4 +1,4 @@
-"""vLLM's module of this name."""
+"""Has the name of vLLM's module."""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +6,9 @@ from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, Sam
 
 __all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
-if not TYPE_CHECKING:  # type checkers would accept every name
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name
 
     def __getattr__(name: str) -> object:
-        if name == "GuidedDecodingParams":  # in programs for older vLLM; an AttributeError's text is not shown
+        if name == "GuidedDecodingParams":  # older vLLM programs import it; importing hides an AttributeError's text
             raise ImportError("GuidedDecodingParams: use StructuredOutputsParams, as SamplingParams.structured_outputs")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,11 +26,11 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""How long an unnamed adapter's files stay, because a request may soon need them."""
+"""Seconds for which an unnamed adapter's files stay, because a request may soon need them."""
 
 
 class AdapterRegistry:
-    """`adapters_by_name` is a live view."""
+    """The served LoRA adapters. `adapters_by_name` is a live view."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AdapterRegistry:
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
-        """`digests_in_use`: adapters of open requests."""
+        """`digests_in_use` returns the adapters of open requests."""
         self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
@@ -74,7 +74,7 @@ class AdapterRegistry:
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Raises InvalidRequest, also for a name with other content unless `replace`."""
+        """Raises InvalidRequest, also if the name has other content and `replace` is False."""
         self._check_name(name)
         async with self._change_lock:
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -97,7 +97,7 @@ class AdapterRegistry:
             self._save_and_clean_up(before)
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Running requests finish. Raises ModelNotFound."""
+        """Running requests still finish. Raises ModelNotFound."""
         async with self._change_lock:
             if name not in self._adapters:
                 raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
@@ -144,8 +144,8 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Writes atomically, readable by this user only. Logs errors instead of raising them. `file` None: stores
-    nothing.
+    """Writes atomically, readable by this user only. Logs errors instead of raising them. Writes nothing if `file` is
+    None.
     """
     if file is None:
         return
@@ -163,7 +163,7 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:
-    """NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
+    """Parses NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
     if text.startswith("{"):
         try:
             option = json.loads(text)
@@ -184,8 +184,8 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Takes milliseconds, during the model's load. Raises ConfigError if --lora-modules are missing here or do not fit.
-    `modules` None or empty: unknown.
+    """Raises ConfigError if an adapter of --lora-modules is missing here or does not fit. Takes milliseconds, while the
+    model loads. If `modules` is None or empty, the fit is not checked.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -207,7 +207,7 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """None if no adapters are served. `data_dir` keeps them across starts. Raises ConfigError."""
+    """Yields None if no adapters are served. Adapters outlive the server in `data_dir`. Raises ConfigError."""
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

@@ -1,5 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from an earlier answer's, whatever the cache
-holds. quire/engine/prefix_misses explains actual misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from that of an earlier answer. They ignore
+what the cache holds; quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from quire.server.encoding import encode_ascii_json
 from quire.server.shared_capacity import BytesByOwner
 
 BLOCK_TOKENS = 16
-"""The prefix cache's block size."""
+"""Tokens per block of the prefix cache."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
 SETTINGS = "settings"
-"""The part for which neither vendor has a reason."""
+"""The part whose change has a reason in neither vendor's API."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """unavailable: not compared, or no vendor's reason fits."""
+    """"unavailable": the prompts were not compared, or no vendor's reason fits."""
     changed: str = ""
     missed_tokens: int = 0
     reusable_tokens: int = 0
@@ -46,7 +46,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     """DIGEST_BYTES per BLOCK_TOKENS tokens. Only full blocks count, because others are never cached."""
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """Prompts share blocks only with equal `identity`."""
+        """Prompts share blocks only if their `identity` is equal."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -58,7 +58,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both fingerprints must have a model. Changed parts do not count if all full blocks are equal."""
+        """Both fingerprints must come from `with_model`. Changed parts do not count if all full blocks are equal."""
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
@@ -71,7 +71,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """Empty if messages were only appended. Blocks may differ even then, because templates may render earlier
+        """Returns "" if messages were only appended. Blocks may differ even then, because templates may render earlier
         messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
@@ -100,14 +100,16 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts; above the total limit,
-    the largest owner does.
+    """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts. Above the total limit,
+    the largest owner loses its oldest.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
         self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
-        """Keyed by owner, then by digest of the cache salt, which may be long, and answer id. The latest comes last."""
+        """Keyed by owner, then by the cache salt's digest (salts may be long) and the answer id. The latest
+        comes last.
+        """
         self._sizes = BytesByOwner()
 
     @property

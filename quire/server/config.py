@@ -231,7 +231,7 @@ class ServerConfig(EngineConfig):
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
     def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
-        """vLLM's parser names become auto if the chat template shows the format."""
+        """Replaces vLLM's parser names with auto if the chat template shows the format."""
         return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
@@ -247,7 +247,9 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id; the folder's name, or config.json's if that says nothing; the GGUF file's stem."""
+        """Defaults to the hub id; the folder's name, or config.json's if the folder's says nothing; or the GGUF file's
+        stem.
+        """
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:
@@ -266,7 +268,7 @@ def _name_from_folder(path: Path) -> str:
         return path.name
     if cached := _HUB_CACHE_FOLDER.fullmatch(
         path.parent.parent.name
-    ):  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    ):  # in the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return "/".join(cached.groups())
     try:
         known = (read_json_if_present(path / "config.json") or {}).get("_name_or_path")

@@ -10,7 +10,7 @@ import msgspec
 from quire.engine.processes.utility_calls import method_call_codec as method_call_codec
 
 encode_json = msgspec.json.Encoder().encode
-"""Raises UnicodeEncodeError for half a surrogate pair."""
+"""Raises UnicodeEncodeError for an unpaired surrogate."""
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -35,7 +35,7 @@ def join_json_array(encoded: Iterable[bytes]) -> bytes:
 
 
 def encode_ascii_json(value: object) -> bytes:
-    """Also encodes half surrogate pairs, which clients may send and UTF-8 cannot encode."""
+    """Also encodes unpaired surrogates, which clients may send and UTF-8 cannot encode."""
     return json.dumps(value).encode()
 
 
@@ -47,7 +47,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """Serves other processes' calls of `method`. An empty body means no arguments."""
+    """Returns a handler for other processes' calls of `method`. An empty body means no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

@@ -1,4 +1,4 @@
-"""Maps exceptions to each API's error body, in streams too."""
+"""Maps exceptions to each API's error body, also within streams."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ERROR_TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (EngineError, 500, SERVER_ERROR_TYPE),
     (QuireError, 500, SERVER_ERROR_TYPE),
 )
-"""Base class, HTTP status, OpenAI's type; the first match counts."""
+"""Base class, HTTP status, OpenAI's type. The first matching row is used."""
 ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -85,11 +85,11 @@ class ErrorInfo:
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
     def with_api_status(self, path: str) -> ErrorInfo:
-        """TypeSafe's API uses 422 for 400."""
+        """Replaces 400 with 422 for TypeSafe's API."""
         return replace(self, status=422) if path == SYSTEM_ONE_PATH and self.status == HTTPStatus.BAD_REQUEST else self
 
     def encode_openai(self) -> bytes:
-        # ASCII: messages may quote half a surrogate pair, which UTF-8 cannot encode.
+        # ASCII: messages may quote an unpaired surrogate, which UTF-8 cannot encode.
         fields = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return encode_ascii_json({"error": fields})
 
@@ -97,16 +97,16 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """Sets FastAPI's `detail` to what is wrong with the body, or to another error's type."""
+        """Sets FastAPI's `detail` to the body's invalid field and message, or to another error's type and message."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
         return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
-        """The message names the parameter, for which there is no field."""
+        """Names the parameter in the message, because there is no field for it."""
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
-        if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
+        if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and then compacts
             token_counts = _TOKEN_COUNTS.search(message)
             sizes = f"{token_counts[2]} tokens > {token_counts[1]} maximum. " if token_counts else ""
             message = f"prompt is too long: {sizes}{message}"
@@ -140,7 +140,7 @@ ERROR_ENCODERS = (
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Foreign exceptions are logged and reported as unexpected."""
+    """Logs exceptions other than QuireError, and reports them as unexpected."""
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
         return ErrorInfo(status, error.message, kind, error.param, error.code)

@@ -18,11 +18,11 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Bounds unwritten receipts. If the disk is too slow, more are dropped and counted."""
+"""Bounds unwritten receipts. If the disk is too slow, further ones are dropped and counted."""
 
 
 class ReceiptLog:
-    """Several processes may append. Above `max_bytes` it is renamed to `.1`, replacing the last one."""
+    """Several processes may append to the file. Above `max_bytes` it is renamed to `.1`, replacing the earlier `.1`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be written."""
@@ -61,7 +61,7 @@ class ReceiptLog:
     def _append_bytes(self, content: bytes) -> None:
         file = self._open_file()
         try:
-            while True:  # until the locked file is the current one
+            while True:  # until the locked file is still the one at this path
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file_status = os.fstat(file)
                 if self._path.exists() and self._path.stat().st_ino == file_status.st_ino:
@@ -93,7 +93,7 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Failed answers are logged too; repeated ones were logged before."""
+        """Logs failed answers too, but not repeated ones, which are logged already."""
         if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

@@ -26,23 +26,23 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 
 
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
-"""Used unless the request or generation_config.json sets them."""
+"""Used for fields that neither the request nor generation_config.json sets."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
 """How many names an error lists, and how many it compares with the requested one."""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """Sent to other processes, which build the rest."""
+    """What other processes receive to build a ServedModel."""
 
     config: ServerConfig
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """Values of generation_config.json or of settings in its place. `max_tokens` bounds the output."""
+    """Values of generation_config.json, or of settings that replace it. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Tokens of prompt and answer. Like `tasks`, known once the engine runs."""
+    """Tokens of prompt and answer together. Like `tasks`, it is known once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -81,12 +81,12 @@ class ServedModel(ServedModelSpec):
     created: int = 0
     """Unix seconds."""
     fingerprint: str = ""
-    """Equal fingerprints and seeds give equal tokens."""
+    """Requests with equal fingerprints and seeds get equal tokens."""
     expendable: bool = False
     """This process may be killed, so it can do work that never ends."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
-        """The engine may be unable to read images."""
+        """Disables images if the engine cannot read them."""
         no_images_reason = info.no_images
         if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
@@ -111,13 +111,13 @@ class ServedModel(ServedModelSpec):
 
     @cached_property
     def max_output_tokens(self) -> int | None:
-        """None: bounded by the context."""
+        """None if only the context bounds the output."""
         most = self.sampling_defaults.get("max_tokens")
         return None if most is None else int(most)
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Images get their own vectors, apart from text."""
+        """True if images get vectors of their own, apart from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     def resolve_model_name(self, requested_name: str | None) -> str:
@@ -139,7 +139,7 @@ class ServedModel(ServedModelSpec):
 
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
-    """Identifies all that determines the tokens for a seed: Quire's version and code, the model and its weights
+    """Identifies everything that determines the tokens for a seed: Quire's version and code, the model and its weights
     (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently. The
     suffix tells whether the batch matters too (see `quire verify`).
     """

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Finds the total and the largest owner without a search: gateways name ever more owners."""
+    """Bytes per owner. Finds the total and the largest owner without a search, because gateways name ever more
+    owners.
+    """
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Earlier sizes of owners that the transaction changed; None outside one."""
+        """Sizes before the transaction of owners that it changed; None outside a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -28,14 +30,14 @@ class BytesByOwner:
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:
-        """Owners whose bytes fall to 0 are forgotten."""
+        """Forgets owners whose bytes fall to 0."""
         size = self[owner]
         if self._sizes_before is not None:
             self._sizes_before.setdefault(owner, size)
         self._set_size(owner, size + num_bytes)
 
     def begin_transaction(self) -> None:
-        """`revert` restores the present sizes, until `commit`."""
+        """Until `commit`, `revert` restores the sizes of this moment."""
         self._sizes_before = {}
 
     def commit(self) -> None:
@@ -57,10 +59,10 @@ class BytesByOwner:
 
 
 class SharedCapacity:
-    """Owners are tenant names; "" without keys."""
+    """A capacity that owners share. Owners are tenant names, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """`usage`: if others read or revert it."""
+        """Pass `usage` if other code reads or reverts it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 
@@ -72,7 +74,7 @@ class SharedCapacity:
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """With keys, a tenant must leave others as many bytes as it holds."""
+        """With API keys, a tenant must leave as much free as it uses."""
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 

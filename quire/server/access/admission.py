@@ -33,7 +33,7 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also releases the prompts' share of the budget."""
+        """Also releases the prompts' share of the token budget."""
         if self._reservation is not None:
             self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
@@ -49,13 +49,15 @@ class Admission:
         self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
         self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
-        """Prompt tokens of unsettled calls. Clients that do not read hold theirs after the engine is done."""
+        """Bounds the prompt tokens of unsettled calls. A slow reader's call stays unsettled after the engine is
+        done.
+        """
 
     def start_draining(self) -> None:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Called before the body is read, to spare an overloaded server. Raises Overloaded."""
+        """Raises Overloaded. Called before the body is read, to spare an overloaded server."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -65,8 +67,8 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """`prompt_tokens`: sum over prompts. Settle the ticket when the answers end. Raises InvalidRequest for a
-        forbidden priority or more answers than the queue ever holds, Overloaded, RateLimited.
+        """Returns a ticket to settle when the answers end. `prompt_tokens`: sum over prompts. Raises Overloaded,
+        RateLimited, or InvalidRequest for a forbidden priority or more answers than the queue ever holds.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -91,7 +93,7 @@ class Admission:
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
-        """Raises Overloaded. With API keys, a tenant's part of the queue may not exceed the room left to others
+        """Raises Overloaded. With API keys, a tenant may not use more of the queue than it leaves free to others
         (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
         """
         client, config = self._client, self._config
@@ -120,7 +122,9 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """The body, path or query parameter `model` names the model, which `handle` holds until the last byte is sent."""
+    """The body, path or query parameter `model` names the model. `handle` keeps it loaded until the last byte
+    is sent.
+    """
 
     needs_awake: ClassVar[bool] = True
     names_model: ClassVar[bool] = True
@@ -132,7 +136,7 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
-    """Needs no running engine, or wakes it itself."""
+    """A route that needs no running engine, or wakes the engine itself."""
 
     needs_awake = False
 
@@ -160,7 +164,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """A route to data of the whole server, whichever model made it."""
+    """A route to data of the whole server, regardless of the model that made it."""
 
     names_model = False
 

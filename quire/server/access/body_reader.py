@@ -20,7 +20,7 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Smaller bodies are free, because the connection's buffer is as large."""
+"""Smaller bodies are not counted, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
 """Scope key of a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
@@ -29,7 +29,7 @@ NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
-    """Tenant name; "" without keys."""
+    """Tenant name; "" without API keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -37,7 +37,7 @@ class BodyBuffer:
     """Monotonic time at which the first bytes could arrive."""
     deadline: asyncio.Timeout | None = None
     release_memory: Callable[[], None] = lambda: None
-    """Idempotent."""
+    """May be called repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class BodyTimeouts:
     wait_seconds: float = 10.0
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """After this time, while others wait, a body must be on pace to arrive within half of `wait_seconds`."""
+    """After this time, if others wait, a body must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """Allows 16 MiB at 56 KiB/s. Slower senders could keep their share for hours."""
+    """Allows 16 MiB at 56 KiB/s. Without it, slower senders could occupy the budget for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -59,21 +59,21 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """Bodies that exceed the budget wait unread, for at most `wait_seconds`. Meanwhile slow senders are cut off: they
-    would hold the budget with little data.
+    """Bodies that exceed the memory budget wait unread, for at most `wait_seconds`. Meanwhile slow senders are cut off,
+    because they occupy the budget with little data.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """`max_bytes`: per body. The budget always has room for one."""
+        """`max_bytes` bounds each body. The budget always has room for one."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
-        """One slot, because decoders' memory is not in the budget."""
+        """One slot, because the budget does not count decoders' memory."""
         self._last_cut_at = 0.0
-        """Event loop time."""
+        """Event loop time of the last check for slow senders."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,9 +81,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body and holds its budget during the block. A body in the scope is not read again.
-        `json` False accepts any content type. Raises HTTPException if the body is too large, too slow or in an unknown
-        encoding, InvalidRequest if it is not JSON or badly encoded, Overloaded, and ClientDisconnect.
+        """Yields the whole decoded body, which counts in the budget during the block. A body in the scope is not read
+        again. `json` False accepts any content type. Raises HTTPException if the body is too large, too slow or in an
+        unknown encoding, InvalidRequest if a browser does not declare it as JSON or it is badly encoded, Overloaded,
+        and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -141,7 +142,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decodes twice, first only for the size, so that no decoder waits for room."""
+        """Decodes twice, first only for the size, so that no decoder stays open while the body waits for room."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
@@ -160,7 +161,7 @@ class BodyReader:
             self._check_size(self._max_bytes + 1)
 
     async def _reserve_bytes(self, body: BodyBuffer, size: int) -> None:
-        """Raises Overloaded after `wait_seconds`, HTTPException above the maximum size."""
+        """Raises Overloaded after `wait_seconds`, HTTPException if `size` exceeds the maximum."""
         self._check_size(size)
         if size <= UNCOUNTED_BYTES:
             return
@@ -169,7 +170,7 @@ class BodyReader:
             return
         granted = asyncio.get_running_loop().create_future()
         waiting = (size, body, granted)
-        insort(self._waiting, waiting, key=itemgetter(0))  # smallest first: large ones must not block them
+        insort(self._waiting, waiting, key=itemgetter(0))  # smallest first: large bodies must not block small ones
         try:
             for _ in range(round(self._timeouts.wait_seconds / self._timeouts.check_interval)):
                 self._cut_slow_senders()
@@ -221,8 +222,8 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Browsers let pages of any origin post other content types without asking, but send the origin. curl sends none,
-    and its `-d` declares a form.
+    """Raises InvalidRequest. Browsers let pages of any origin post other content types without asking the server, but
+    send the origin. curl sends none, and its `-d` declares a form.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

@@ -1,4 +1,4 @@
-"""Decodes bodies in small steps: no compression ratio costs more than the largest plain body."""
+"""Decodes bodies in small steps, so that no compression ratio costs more than the largest plain body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.engine.common.errors import InvalidRequest
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step. Empty blocks of this size take 4 ms."""
+"""Input limit of a step. A step over empty blocks of this size takes 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
 MAX_LAYERS = 3
@@ -25,13 +25,13 @@ MAX_MEMBERS = 4096
 """Limit of gzip members or zstd frames per body, because even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
-"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 allows clients."""
+"""Limits a zstd decoder's window to 8 MiB, the most that RFC 9659 allows clients."""
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """Returns encodings in order of application. Raises HTTPException for unknown ones, InvalidRequest for more than
-    MAX_LAYERS.
+    """Returns encodings in the order in which they were applied. Raises HTTPException for unknown ones, InvalidRequest
+    for more than MAX_LAYERS.
     """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
@@ -61,7 +61,9 @@ class BodyDecoder:
         self._remaining_bytes = max_bytes
 
     def decode_chunk(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields a part per step, possibly empty; consume all. Raises BodyTooLarge, or InvalidRequest for bad data."""
+        """Yields each step's output, possibly empty. The caller must exhaust the iterator. Raises BodyTooLarge, or
+        InvalidRequest for bad data.
+        """
         yield from self._decode_from_layer(chunk, 0)
 
     def _decode_from_layer(self, chunk: bytes, layer: int) -> Iterator[bytes]:
@@ -71,7 +73,7 @@ class BodyDecoder:
                 raise BodyTooLarge
             yield chunk
             return
-        for start in range(0, len(chunk), _INPUT_BYTES):  # a step copies its unused input
+        for start in range(0, len(chunk), _INPUT_BYTES):  # in slices, because a step copies unused input
             for part in self._layers[layer].decode_layer_chunk(chunk[start : start + _INPUT_BYTES]):
                 if part:
                     yield from self._decode_from_layer(part, layer + 1)
@@ -85,14 +87,14 @@ class BodyDecoder:
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Empty parts are dropped."""
+    """Drops empty parts."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
-    """None after the last part."""
+    """Returns None after the last part."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:

@@ -46,7 +46,7 @@ class WebSocketOriginMiddleware:
         await error_response(scope["path"], failure)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Programs send no origin, and proxies may change the scheme."""
+        """Accepts programs, which send no origin. Ignores the scheme, which proxies may change."""
         if "*" in self._allowed_origins:
             return True
         same_host_suffix = f"://{headers.get('host', '').lower()}"
@@ -57,7 +57,7 @@ class WebSocketOriginMiddleware:
 
 
 class PreflightRefusalLogMiddleware:
-    """Logs the flag's name once: the page's user gets no useful message."""
+    """Logs the flag's name once, because the page's user gets no useful message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -15,10 +15,10 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """The next slot goes to the owner that holds the fewest; of several, to the least recently served."""
+    """Gives the next slot to the waiting owner with the fewest slots; among equals, to the least recently served."""
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """`reserves_for_others`: an owner must leave others as many slots as it takes. Meant for long work."""
+        """`reserves_for_others`: an owner must leave free as many slots as it holds. Meant for long work."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots

@@ -1,5 +1,5 @@
-"""Headers of Kubernetes' Gateway API Inference Extension: trusted gateways name the user behind a shared key, and a
-request's priority.
+"""Headers of Kubernetes' Gateway API Inference Extension, by which trusted gateways name the user behind a shared key,
+and a request's priority.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TrustedGateways:
         except ValueError as error:
             raise ConfigError(f"trusted_gateways: {error}", param="trusted_gateways") from None
         self.trusts_any = bool(self._networks)
-        """False: no request needs to be looked at."""
+        """If False, headers need not be read."""
         self._priorities: dict[str, int] = {}
         for entry in config.objective_priorities:
             name, _, priority = entry.rpartition("=")
@@ -39,14 +39,14 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """Gives a named user a separate share of the engine; everything else is the key's."""
+        """Gives a user whom the gateway names a separate share of the engine; limits and rights stay the key's."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """None if unknown."""
+        """Returns None if no known priority is named."""
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)
         return None if name is None else self._priorities.get(name)
 

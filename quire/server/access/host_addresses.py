@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""ICANN does not delegate these."""
+"""The public DNS has no such names."""
 _PRIVATE_NETWORKS = [
     *map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")),
     *map(ip_network, ("fc00::/7", "fe80::/10")),
@@ -15,7 +15,7 @@ _HOST_HEADER = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#
 
 
 def normalize_host(host: str) -> str | None:
-    """Removes the port and a trailing dot; None if malformed."""
+    """Removes the port and a trailing dot. Returns None if malformed."""
     host = host.strip().lower()
     match = _HOST_HEADER.fullmatch(host)
     if match is None:
@@ -26,7 +26,7 @@ def normalize_host(host: str) -> str | None:
 
 
 def _normalize_address(text: str) -> str | None:
-    """None if it is not an IP address."""
+    """Returns None if `text` is not an IP address."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -69,7 +69,7 @@ def is_loopback_listener(listener: socket.socket) -> bool:
 
 
 def matches_any_host_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """*.example.com matches all names below it, * matches any."""
+    """The pattern *.example.com matches all names below example.com; * matches any name."""
     return any(
         pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])
         for pattern in patterns

@@ -12,12 +12,12 @@ from quire.server.shared_capacity import SharedCapacity
 MAX_LEASED_BYTES = 64 << 20
 """Sixty agents with 100 KB of echoed tools and instructions hold 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
-"""Limit for image models. A high-resolution image takes 13 MB until its answer ends."""
+"""Limit for models that read images. A high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """The first UNCOUNTED_BYTES are free."""
+    """A request's memory. Leases up to UNCOUNTED_BYTES do not count."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -33,7 +33,7 @@ class MemoryLease:
         return self._counted
 
     def grow_lease(self, size: int) -> None:
-        """Raises Overloaded if others hold too much; a single lease always fits."""
+        """Raises Overloaded if others hold too much. A lease that is alone always fits."""
         leased_bytes = self._size + size if self._size + size > self._free else 0
         added_bytes = leased_bytes - self._counted
         if (
@@ -53,7 +53,7 @@ class MemoryLease:
         self._counted = leased_bytes
 
     def move_to_new_lease(self) -> MemoryLease:
-        """The new lease has no connection, so all its bytes count."""
+        """All bytes of the new lease count, because it has no connection whose buffer covers some."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
         self.release_lease()
@@ -66,7 +66,7 @@ class MemoryLease:
 
 
 class MemoryLeaseMiddleware:
-    """Releases the lease when the answer has left the connection's buffer."""
+    """Releases each request's lease when the answer has left the connection's buffer."""
 
     def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app
@@ -80,7 +80,7 @@ class MemoryLeaseMiddleware:
         async def send_whole(message: Message) -> None:
             if lease.leased_bytes and message.get("body") and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                message = {"type": "http.response.body", "body": b""}  # sent after the client has read the rest
+                message = {"type": "http.response.body", "body": b""}  # sent after the client has read the answer
             await send(message)
 
         try:
@@ -96,5 +96,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """Released when the request is answered. Raises Overloaded."""
+    """The bytes are released when the request is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""Load balancers have no key."""
+"""Need no key, because load balancers have none."""
 METRICS_PATH = "/metrics"
 """Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""Contains no secrets; the page asks for a key."""
+"""Needs no key: contains no secrets, and the page asks for one."""
 ADMIN_PREFIX = "/v1/engine/"
 """Operators' routes, which need an admin's key if there are keys."""
 
@@ -26,7 +26,7 @@ ADMIN_PATHS = frozenset(
     }
 )
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Without keys, these serve programs on this machine, but no web pages."""
+"""Without API keys, only programs on this machine may use these, not web pages."""
 
 
 def is_public_path(path: str) -> bool:

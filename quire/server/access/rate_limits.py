@@ -10,7 +10,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class TokenBucket:
-    """It holds at most a minute's amount. Larger withdrawals leave a debt."""
+    """Holds at most a minute's amount. Larger withdrawals leave a debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -26,11 +26,11 @@ class TokenBucket:
         return self._level
 
     def withdraw(self, amount: float) -> None:
-        """A negative amount is put back."""
+        """A negative `amount` is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """0 if it holds `amount` now."""
+        """Returns 0 if the bucket holds `amount` now."""
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
@@ -47,7 +47,7 @@ class TokenReservation:
 
 
 class RateLimits:
-    """None means unlimited. Methods raise RateLimited."""
+    """A limit of None means unlimited. Methods raise RateLimited."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RateLimits:
         self._request_bucket = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
         self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
         self.has_limits = self._request_bucket is not None or self._token_bucket is not None
-        """False: no other method needs to be called."""
+        """If False, no other method needs to be called."""
 
     def with_full_buckets(self) -> RateLimits:
         limits = [
@@ -68,7 +68,7 @@ class RateLimits:
         return RateLimits(limits[0], limits[1], clock=self._clock)
 
     def count_request(self) -> None:
-        """Call before the request is read. Also raises while the token bucket is in debt."""
+        """Call this before the body is read. Also raises while the token bucket is in debt."""
         if self._token_bucket is not None:
             self._require_amount("tokens", self._token_bucket, 0)
         if self._request_bucket is not None:
@@ -110,7 +110,7 @@ class RateLimits:
 
 
 def format_duration(seconds: float) -> str:
-    """As OpenAI writes it, rounded up: 120ms, 7.7s, 6m0s."""
+    """Formats as OpenAI does, rounded up: 120ms, 7.7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < SECONDS_PER_MINUTE:

@@ -5,8 +5,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPathMiddleware:
-    """Removes --root-path from paths, so that admin rules apply. Starlette would remove `root_path` again, so only the
-    API description gets it.
+    """Removes --root-path from paths, so that admin rules apply. Only the API description gets `root_path`, because
+    Starlette would remove it from other paths again.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -22,7 +22,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """The key, or HASH_PREFIX and its SHA-256 in hexadecimal."""
+    """The key, or HASH_PREFIX and the key's SHA-256 in hexadecimal."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -32,21 +32,21 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Owner of a key; without keys, all callers."""
+    """The owner of an API key. Without keys, one tenant stands for all callers."""
 
     name: str
     digest: bytes
-    """SHA-256 of the key, which is not kept; empty without one."""
+    """SHA-256 of the key, which itself is not stored; empty without a key."""
     limits: RateLimits
     weight: float = 1.0
     priority: int | None = None
-    """The most urgent priority allowed (lower is more urgent); None: any."""
+    """The most urgent priority allowed (lower is more urgent). None allows any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """May use other keys' cached prefixes."""
+    """True if this tenant may use other keys' cached prefixes."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
-        """Differs by key: timing must not reveal other tenants' prompts."""
+        """The salt differs by key, because timing must not reveal other tenants' prompts."""
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
@@ -56,7 +56,7 @@ class Tenant:
 
 
 class Tenants:
-    """Raises ConfigError for unusable keys."""
+    """The constructor raises ConfigError for unusable keys."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -83,7 +83,7 @@ class Tenants:
             raise ConfigError(message, param="metrics_api_key")
         self._metrics_tenants = metrics_tenants
         self._keyed_tenants = list(tenants_by_digest.values())
-        if len(self._keyed_tenants) == 1:  # the only key's owner is the operator
+        if len(self._keyed_tenants) == 1:  # the owner of the only key is the operator
             self._keyed_tenants = [replace(self._keyed_tenants[0], admin=True)]
         self.requires_key = bool(self._keyed_tenants)
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
@@ -95,14 +95,14 @@ class Tenants:
         return tuple(self._keyed_tenants)
 
     def find_by_key(self, key: str) -> Tenant | None:
-        """`key`: header bytes as Latin-1. Takes constant time, against timing attacks."""
+        """`key` is the header's bytes as Latin-1. Takes constant time, to prevent timing attacks."""
         return _find_by_key(self._keyed_tenants, key)
 
     def find_by_metrics_key(self, key: str) -> Tenant | None:
         return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
-        """`digest`: hexadecimal. None if the key is no longer accepted."""
+        """`digest` is hexadecimal. Returns None if the key is no longer accepted."""
         tenants = self._keyed_tenants or [self.anonymous]
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 

@@ -11,7 +11,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Applies to all WebSockets together. With API keys, a tenant must leave others as much as it uses."""
+    """Limits of all WebSockets together. With API keys, a tenant must leave as much free as it uses."""
 
     connections: SharedCapacity
     memory: SharedCapacity
