@@ -30,7 +30,7 @@ _UNNAMED_SECONDS = 600.0
 
 
 class AdapterRegistry:
-    """The served LoRA adapters. `adapters_by_name` is a live view."""
+    """`adapters_by_name` is a live view."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Raises ConfigError if an adapter of --lora-modules is missing here or does not fit. Takes milliseconds, while the
-    model loads. If `modules` is None or empty, the fit is not checked.
+    """Raises ConfigError if adapters of --lora-modules are missing here or do not fit. Takes milliseconds, while the
+    model loads. Without `modules`, does not check the fit.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):

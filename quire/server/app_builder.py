@@ -31,8 +31,7 @@ def build_app(
     open_stored_data: OpenStoredData = open_configured_data_dir,
 ) -> FastAPI:
     """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `budget_bytes` bounds all
-    requests together. `link` leads to the owner of shared data. Raises ConfigError for unusable API keys, gateways or
-    hosts.
+    requests together. `link`: to the owner of shared data. Raises ConfigError for unusable API keys, gateways or hosts.
     """
     gateways = TrustedGateways(config)
 

@@ -1,5 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from that of an earlier answer. They ignore
-what the cache holds; quire/engine/prefix_misses explains actual misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from that of an earlier answer, cached or
+not. quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """"unavailable": the prompts were not compared, or no vendor's reason fits."""
+    """unavailable: not compared, or no vendor's reason fits."""
     changed: str = ""
     missed_tokens: int = 0
     reusable_tokens: int = 0

@@ -247,8 +247,8 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Defaults to the hub id; the folder's name, or config.json's if the folder's says nothing; or the GGUF file's
-        stem.
+        """Default: the hub id; the folder's name, or config.json's if the folder's says nothing; the GGUF
+        file's stem.
         """
         if self.served_model_name:
             return tuple(self.served_model_name)

@@ -22,7 +22,7 @@ _MAX_PENDING_BYTES = 64 << 20
 
 
 class ReceiptLog:
-    """Several processes may append to the file. Above `max_bytes` it is renamed to `.1`, replacing the earlier `.1`."""
+    """Several processes may append. Above `max_bytes` the file is renamed to `.1`, replacing the last `.1`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be written."""

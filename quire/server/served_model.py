@@ -42,7 +42,7 @@ class ServedModelSpec:
     sampling_defaults: Mapping[str, float]
     """Values of generation_config.json, or of settings that replace it. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Tokens of prompt and answer together. Like `tasks`, it is known once the engine runs."""
+    """Tokens of prompt and answer together. Like `tasks`, known once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -111,13 +111,13 @@ class ServedModel(ServedModelSpec):
 
     @cached_property
     def max_output_tokens(self) -> int | None:
-        """None if only the context bounds the output."""
+        """None if only the context is the limit."""
         most = self.sampling_defaults.get("max_tokens")
         return None if most is None else int(most)
 
     @property
     def is_dual_encoder(self) -> bool:
-        """True if images get vectors of their own, apart from text."""
+        """True if images get vectors apart from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     def resolve_model_name(self, requested_name: str | None) -> str:

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Bytes per owner. Finds the total and the largest owner without a search, because gateways name ever more
-    owners.
-    """
+    """Finds the total and the largest owner without a search, because gateways name ever more owners."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})
@@ -59,7 +57,7 @@ class BytesByOwner:
 
 
 class SharedCapacity:
-    """A capacity that owners share. Owners are tenant names, or "" without API keys."""
+    """Owners are tenant names, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
         """Pass `usage` if other code reads or reverts it."""

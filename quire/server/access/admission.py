@@ -67,8 +67,8 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """Returns a ticket to settle when the answers end. `prompt_tokens`: sum over prompts. Raises Overloaded,
-        RateLimited, or InvalidRequest for a forbidden priority or more answers than the queue ever holds.
+        """`prompt_tokens`: sum over prompts. Settle the ticket when the answers end. Raises Overloaded, RateLimited, or
+        InvalidRequest for a forbidden priority or more answers than the queue ever holds.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -136,7 +136,7 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
-    """A route that needs no running engine, or wakes the engine itself."""
+    """A route that needs no running engine, or wakes it."""
 
     needs_awake = False
 
@@ -164,7 +164,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """A route to data of the whole server, regardless of the model that made it."""
+    """A route to data of the whole server, independent of the model."""
 
     names_model = False
 

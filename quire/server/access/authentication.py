@@ -14,8 +14,8 @@ from quire.server.error_responses import ErrorInfo, error_response
 
 class AuthenticationMiddleware:
     """Sets the scope's tenant. With API keys, answers 401 without a valid key (`Authorization: Bearer KEY` or
-    `x-api-key: KEY`), and 403 for ADMIN_PREFIX and ADMIN_PATHS without an admin's key. Without API keys, answers 403
-    for LOCAL_ONLY_PATHS unless a program on this machine asks.
+    `x-api-key: KEY`), 403 for ADMIN_PREFIX and ADMIN_PATHS without an admin's key. Without API keys, answers 403 for
+    LOCAL_ONLY_PATHS unless a local program asks.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
@@ -70,7 +70,7 @@ def is_local_program(scope: Scope) -> bool:
 
 
 def read_api_key(headers: Headers) -> str:
-    """Returns the key of OpenAI's header, otherwise of Anthropic's; "" without a key."""
+    """Reads OpenAI's header, otherwise Anthropic's; "" without a key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()
 
@@ -82,5 +82,5 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """Returns the key's digest, because a name may later belong to another key."""
+    """Returns the key's digest, because names may pass to other keys."""
     return tenant_of(request.scope).digest.hex()

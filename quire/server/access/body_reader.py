@@ -37,7 +37,7 @@ class BodyBuffer:
     """Monotonic time at which the first bytes could arrive."""
     deadline: asyncio.Timeout | None = None
     release_memory: Callable[[], None] = lambda: None
-    """May be called repeatedly."""
+    """Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BodyReader:
         self._decode_slots = FairSemaphore(1)
         """One slot, because the budget does not count decoders' memory."""
         self._last_cut_at = 0.0
-        """Event loop time of the last check for slow senders."""
+        """Event loop time of the last check."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,10 +81,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body, which counts in the budget during the block. A body in the scope is not read
+        """Yields the whole decoded body, which occupies the budget during the block. A body in the scope is not read
         again. `json` False accepts any content type. Raises HTTPException if the body is too large, too slow or in an
-        unknown encoding, InvalidRequest if a browser does not declare it as JSON or it is badly encoded, Overloaded,
-        and ClientDisconnect.
+        unknown encoding, InvalidRequest if a browser declares another type than JSON or the encoding is broken,
+        Overloaded, and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -142,7 +142,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decodes twice, first only for the size, so that no decoder stays open while the body waits for room."""
+        """Decodes twice, first only for the size, so that no decoder waits for room in the budget."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
@@ -222,8 +222,8 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Raises InvalidRequest. Browsers let pages of any origin post other content types without asking the server, but
-    send the origin. curl sends none, and its `-d` declares a form.
+    """Browsers let pages of any origin post other content types without asking the server, but send the origin. curl
+    sends none, and its `-d` declares a form.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

@@ -17,7 +17,7 @@ from quire.engine.common.errors import InvalidRequest
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step. A step over empty blocks of this size takes 4 ms."""
+"""Input limit of a step. Empty blocks of this size take 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
 MAX_LAYERS = 3
@@ -30,8 +30,8 @@ _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """Returns encodings in the order in which they were applied. Raises HTTPException for unknown ones, InvalidRequest
-    for more than MAX_LAYERS.
+    """Returns encodings in the order applied. Raises HTTPException for unknown ones, InvalidRequest for more than
+    MAX_LAYERS.
     """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
@@ -61,8 +61,8 @@ class BodyDecoder:
         self._remaining_bytes = max_bytes
 
     def decode_chunk(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields each step's output, possibly empty. The caller must exhaust the iterator. Raises BodyTooLarge, or
-        InvalidRequest for bad data.
+        """Yields each step's output, possibly empty; exhaust the iterator. Raises BodyTooLarge, or InvalidRequest for
+        bad data.
         """
         yield from self._decode_from_layer(chunk, 0)
 

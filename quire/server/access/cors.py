@@ -46,7 +46,7 @@ class WebSocketOriginMiddleware:
         await error_response(scope["path"], failure)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Accepts programs, which send no origin. Ignores the scheme, which proxies may change."""
+        """Programs send no origin. The scheme is ignored, because proxies may change it."""
         if "*" in self._allowed_origins:
             return True
         same_host_suffix = f"://{headers.get('host', '').lower()}"

@@ -69,7 +69,7 @@ def is_loopback_listener(listener: socket.socket) -> bool:
 
 
 def matches_any_host_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """The pattern *.example.com matches all names below example.com; * matches any name."""
+    """*.example.com matches all names below example.com; * matches any."""
     return any(
         pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])
         for pattern in patterns

@@ -17,7 +17,7 @@ _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """A request's memory. Leases up to UNCOUNTED_BYTES do not count."""
+    """A lease up to UNCOUNTED_BYTES is free."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -53,7 +53,7 @@ class MemoryLease:
         self._counted = leased_bytes
 
     def move_to_new_lease(self) -> MemoryLease:
-        """All bytes of the new lease count, because it has no connection whose buffer covers some."""
+        """The new lease has no connection, so even its first bytes count."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
         self.release_lease()
@@ -96,5 +96,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """The bytes are released when the request is answered. Raises Overloaded."""
+    """Released when the request is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

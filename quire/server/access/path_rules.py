@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""Need no key, because load balancers have none."""
+"""Paths without a key, because load balancers have none."""
 METRICS_PATH = "/metrics"
 """Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""Needs no key: contains no secrets, and the page asks for one."""
+"""Contains no secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
 """Operators' routes, which need an admin's key if there are keys."""
 

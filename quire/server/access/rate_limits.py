@@ -47,7 +47,7 @@ class TokenReservation:
 
 
 class RateLimits:
-    """A limit of None means unlimited. Methods raise RateLimited."""
+    """None means unlimited. Methods raise RateLimited."""
 
     def __init__(
         self,

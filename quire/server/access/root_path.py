@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 class RootPathMiddleware:
     """Removes --root-path from paths, so that admin rules apply. Only the API description gets `root_path`, because
-    Starlette would remove it from other paths again.
+    Starlette would remove it again elsewhere.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

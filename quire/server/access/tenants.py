@@ -32,7 +32,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of an API key. Without keys, one tenant stands for all callers."""
+    """The owner of a key; without keys, all callers together."""
 
     name: str
     digest: bytes
@@ -43,7 +43,7 @@ class Tenant:
     """The most urgent priority allowed (lower is more urgent). None allows any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """True if this tenant may use other keys' cached prefixes."""
+    """True if other keys' cached prefixes may be used."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
         """The salt differs by key, because timing must not reveal other tenants' prompts."""
@@ -95,7 +95,7 @@ class Tenants:
         return tuple(self._keyed_tenants)
 
     def find_by_key(self, key: str) -> Tenant | None:
-        """`key` is the header's bytes as Latin-1. Takes constant time, to prevent timing attacks."""
+        """`key`: header bytes as Latin-1. Takes constant time, to prevent timing attacks."""
         return _find_by_key(self._keyed_tenants, key)
 
     def find_by_metrics_key(self, key: str) -> Tenant | None:

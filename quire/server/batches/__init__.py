@@ -1,1 +1,1 @@
-"""Requests answered after everything else: OpenAI's Batch API and `quire run`."""
+"""Requests that are answered after all others: OpenAI's Batch API and `quire run`."""

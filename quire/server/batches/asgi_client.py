@@ -34,13 +34,13 @@ class ASGIClient:
     """Calls the server's application. An HTTP client would cost 0.5 ms more per request, and leave reference cycles."""
 
     def __init__(self, app: ASGIApp, extra_scope: Mapping[str, Any], cancelled: asyncio.Event) -> None:
-        """`extra_scope` must have `tenant`. `cancelled` ends requests as if their caller had left."""
+        """`extra_scope` must have `tenant`. Setting `cancelled` ends requests as if their caller had left."""
         self._app = app
         self._extra_scope = extra_scope
         self._cancelled = cancelled
 
     async def post_with_retries(self, path: str, body: bytes) -> ASGIResponse | None:
-        """Returns None if `cancelled`. `path` may have a query."""
+        """Returns None if `cancelled` is set. `path` may have a query."""
         wait = 0.25
         while not self._cancelled.is_set():
             response = await self._post_once(path, body)
@@ -54,7 +54,7 @@ class ASGIClient:
         return None
 
     async def _post_once(self, path: str, body: bytes) -> ASGIResponse:
-        """An exception of the application becomes status 500."""
+        """Returns status 500 if the application raises an exception."""
         path, _, query = path.partition("?")
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]

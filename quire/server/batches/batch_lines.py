@@ -19,7 +19,7 @@ from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 
 
 class _LineEntry(msgspec.Struct):
-    """Fields take any type, so that errors have our wording."""
+    """The fields accept any type, so that Quire words the errors."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -75,7 +75,7 @@ def encode_error_line(custom_id: str, code: str, message: str, param: str | None
 
 
 def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
-    # ASCII: custom_id may contain half a surrogate pair.
+    # ASCII, because custom_id may contain an unpaired surrogate.
     head = b'{"id":"batch_req_%b","custom_id":%b' % (random_source.uuid_hex().encode(), encode_ascii_json(custom_id))
     return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
@@ -89,7 +89,7 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers begin at 1 and count empty lines."""
+    """Yields line numbers, which begin at 1 and count empty lines, and lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -115,7 +115,7 @@ def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int
 
 @contextmanager
 def rereadable_file(path: Path) -> Iterator[Path]:
-    """Copies pipes and stdin (`-`)."""
+    """Yields `path`, or a copy of a pipe or stdin (`-`)."""
     if str(path) != "-" and not path.is_fifo():
         yield path
         return

@@ -15,8 +15,8 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by the first bytes of their body, so that those with equal instructions run one after another and
-find them in the prefix cache.
+"""Requests are sorted by this many first bytes of their body, so that those with equal instructions run in succession
+and find them in the prefix cache.
 """
 
 
@@ -59,7 +59,7 @@ def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tu
         number += 1
         begin = start
         start += len(line)
-        if number == 1 and line.startswith(BOM_UTF8):  # Windows editors write it
+        if number == 1 and line.startswith(BOM_UTF8):  # Windows editors write a byte order mark
             line = line[len(BOM_UTF8) :]
             begin = len(BOM_UTF8)
         yield number, begin, line

@@ -74,7 +74,7 @@ def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, n
 
 
 def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
-    """None if there are no lines."""
+    """Returns None if there are no lines."""
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _OUTPUT_PURPOSE, 0, keep_seconds=batch.keep_seconds)

@@ -1,5 +1,5 @@
-"""Limits how many batch lines run, so that other requests are hardly delayed. Lines start one by one, and none while
-another request waits for its first token. Only as many run as hardly lengthen the measured steps.
+"""Limits how many batch lines run, so that other requests are hardly delayed. Lines start one by one, but not while
+another request waits for its first token, and only as many run as hardly lengthen the measured steps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quire.engine.common import clock
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Limit of lines' prompt tokens that wait. Steps stay short, because a new request waits for the running one."""
+"""Limit of the lines' waiting prompt tokens. It keeps steps short, because a new request waits for the running step."""
 _QUIET_SECONDS = 1.0
-"""After another request, a further one is expected for this long."""
+"""For this long after a normal request, another one is expected."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""A start takes 2 ms of the event loop, so lines pause while others have requests."""
+"""Pause between starts while other requests run, because a start takes 2 ms of the event loop."""
 _MAX_SLOWDOWN = 1.25
 _SMOOTHING_STEPS = 16
 
@@ -26,7 +26,7 @@ _SMOOTHING_STEPS = 16
 class StepTimesByRequestCount:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """Average seconds per step."""
+        """Average seconds per step, by number of requests."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -36,7 +36,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """If `num_requests` was not measured, uses steps with one request less."""
+        """Uses the step time of one request fewer if `num_requests` was not measured."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

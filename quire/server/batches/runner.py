@@ -46,10 +46,10 @@ BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; requests default to 0."""
 MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
-"""Limit of uploads. A key must leave others as many as it has."""
+"""Maximum concurrent uploads. An API key must leave as many free as it uses."""
 _SLOT_DIVISOR = 4
 _LINES_PER_CHECK = 2
-"""Each start holds the event loop for some milliseconds."""
+"""Lines started before a pause, because each start blocks the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
@@ -57,7 +57,7 @@ _EXPIRED_FILES_PER_READ = 100
 
 
 class BatchRunner:
-    """Only the leading API process answers batches; others read and write stored ones."""
+    """Answers batches only in the leading API process. Other processes read and write stored batches."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class BatchRunner:
         return self.batches.is_file_in_use(owner, file_id)
 
     async def add_batch(self, owner: str, batch: Batch) -> None:
-        """Raises RateLimited if the owner has MAX_OPEN_BATCHES."""
+        """Raises RateLimited if the owner has MAX_OPEN_BATCHES open batches."""
         if not await asyncio.to_thread(self.batches.add, owner, batch, MAX_OPEN_BATCHES):
             raise RateLimited(f"{MAX_OPEN_BATCHES} batches have not ended yet. Please try again later", headers={})
         if self.is_leader:
@@ -188,7 +188,7 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Separate share and limits, so that batches do not slow down the tenant's requests."""
+        """Separates share and limits, so that batches do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:

@@ -32,7 +32,7 @@ def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
     """Returns a resumed answer's journaled identity, or `fresh` with a seed for recomputation. `is_journaled`: tokens
-    are reproducible or all in the journal.
+    are reproducible or all logged.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -69,7 +69,7 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """Its format must not change, even if our names do, because the journal has its digests."""
+    """The format must not change, even if our names do, because the journal has digests of it."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
@@ -80,8 +80,8 @@ def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """True if kernels or weights differ from those at the start, or are not deterministic. The call then continues
-    after its tokens.
+    """Returns True if kernels or weights have changed since the start, or are not deterministic. The call then
+    continues after its journaled tokens.
     """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 

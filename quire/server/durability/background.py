@@ -19,9 +19,9 @@ AnswerKey = tuple[str, str]
 MAX_ABANDONED = 16
 _EVENT_WAIT_SECONDS = 1.0
 _KEEP_EVENTS_SECONDS = 10.0
-"""Other processes can read an ended answer's events for this long."""
+"""Seconds for which other processes can read an ended answer's events."""
 _TAKEOVER_SECONDS = 5.0
-"""Followers wait this long for another process to take over."""
+"""Seconds for which followers wait for another process to take over."""
 _POLL_SECONDS = 0.25
 
 
@@ -30,7 +30,7 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
-    """By sequence number; None if the answer cannot be followed."""
+    """Events by sequence number; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
     can_restart: bool = False
@@ -66,8 +66,8 @@ class RunningAnswer:
 
 
 class Background:
-    """Runs answers that continue without their caller. Requests about other answers go to the process that runs
-    them.
+    """Runs answers that continue without their caller. Requests about an answer of another process are forwarded to
+    that process.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -80,7 +80,7 @@ class Background:
         self.is_closing = False
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """Return JSON; None if no process runs the answer."""
+        """Returns the response as JSON; None if no process runs it."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -107,7 +107,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """If that process ends, another one continues with the same events."""
+        """Continues on another process with the same events if process `holder` ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -135,7 +135,7 @@ class Background:
         events: AsyncIterator[bytes],
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`on_end` is awaited last, even after a failure; until then the answer counts as running."""
+        """The answer counts as running until `on_end` has been awaited, which happens even after a failure."""
         self._running_answers[key] = running
         running.task = asyncio.create_task(self._run_answer(key, running, events, on_end))
 
@@ -208,7 +208,7 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Returns the number of events after number `after`, whether the last is among them, and their bytes."""
+        """Returns the number of events after number `after`, whether the answer has ended, and the events' bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -22,14 +22,14 @@ from quire.server.store.sweeper import EXPIRY_PAUSE_SECONDS, ResponseRetention, 
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Sent after the process that owns the data was replaced."""
+    """Each process sends it after the process that owns the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
     leads: bool = False
 
 
 class Processes:
-    """Thread-safe; in memory only."""
+    """The processes that share the data. Thread-safe; in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Processes:
         self._ended_counts: Counter[str] = Counter()
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
-        """The first process to call this leads until it ends."""
+        """Makes the first process that calls this the leader until it ends."""
         with self._mutex:
             self._live_processes.setdefault(process)
             self._counts_by_process[process] = counts
@@ -75,11 +75,11 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Returns True if more is due. Only one process sweeps at a time."""
+        """Returns True if more is due. Only one process may sweep at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
-        """(owner, id) of background responses that no process runs."""
+        """Returns (owner, id) of background responses that no process runs."""
         return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
@@ -92,7 +92,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """Used for this process's puts and deletes of objects."""
+    """Runs this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 
@@ -105,7 +105,7 @@ def open_data_dir(
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
     """`max_bytes` bounds objects, files and calls separately. `live_processes` already share the data.
-    `retention_seconds` 0: unlimited. Raises ConfigError.
+    `retention_seconds` 0 means unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)
     try:

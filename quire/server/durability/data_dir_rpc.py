@@ -1,7 +1,7 @@
-"""One API process owns --data-dir (`serve_data_dir_call`); the others call it (`remote_data_dir`), but access file
-contents directly.
-The messages predate UtilityCall and UtilityResult, and keep their form and tags: Ray replaces replicas one by one, and
-an old one must read a new one's answers.
+"""One API process owns --data-dir (`serve_data_dir_call`). The others call the owner (`remote_data_dir`), but access
+file contents directly.
+The messages predate UtilityCall and UtilityResult. They keep their form and tags, because Ray replaces replicas one by
+one, and an old replica must read a new one's answers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""By wire name, which must survive renames."""
+"""Methods by wire name, which must survive renames."""
 _SLOW_METHODS = ("Store.put", "Store.append", "Store.delete")
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
@@ -91,26 +91,26 @@ class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
     message: str
     number: int | None
-    """An OSError's errno; None: sqlite3.OperationalError."""
+    """An OSError's errno; None for a sqlite3.OperationalError."""
 
     def error(self) -> Exception:
         return sqlite3.OperationalError(self.message) if self.number is None else OSError(self.number, self.message)
 
 
 class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An internal error, logged by the owner."""
+    """An internal error, which the owner has logged."""
 
     message: str
 
 
 _SLOW_REQUEST_STARTS = tuple(encode_msgpack(_RPCRequest(name, msgspec.Raw(b""))) for name in _SLOW_METHODS)
-"""A request begins with its method's name, so that it need not be decoded in the event loop."""
+"""First bytes of slow requests. A request begins with its method's name, so the event loop need not decode it."""
 _decode_request = msgspec.msgpack.Decoder(_RPCRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Failed).decode
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
-    """Slow methods have their own threads, so that short ones need not wait."""
+    """Runs slow methods in separate threads, so that short ones need not wait."""
     is_slow = encoded_request.startswith(_SLOW_REQUEST_STARTS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
@@ -160,7 +160,7 @@ class _RPCProxy:
 
 
 def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
-    """Methods block on the owner's disk: use them in threads."""
+    """The methods wait for the owner's disk, so call them in threads."""
 
     def remote_store(store_class: type) -> Any:
         return _RPCProxy(store_class, send_request)

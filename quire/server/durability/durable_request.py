@@ -1,4 +1,4 @@
-"""What the pipeline's stations know of durability: `make_durable_request`, and the methods of `DurableRequest`."""
+"""What the pipeline's stations use of durability: `make_durable_request`, and the methods of `DurableRequest`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 STREAM_ID = "X-Stream-Id"
 """Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Fingerprints of all that computed the stream, if several."""
+"""Header with fingerprints of everything that computed the stream, if several."""
 
 
 class DurableRequest(ABC):
@@ -67,12 +67,12 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """The Idempotency-Key belongs to a stored background response."""
+        """True if the Idempotency-Key belongs to a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """This process repeats the answer, and nobody reads it."""
+        """True if this process repeats an answer that nobody reads."""
         return False
 
     @property
@@ -80,7 +80,7 @@ class DurableRequest(ABC):
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
-        """Keep the decompressed body. Raises what MemoryLease.grow_lease raises."""
+        """Keep the decompressed body. Raises the errors of MemoryLease.grow_lease."""
 
     @abstractmethod
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
@@ -105,7 +105,7 @@ class DurableRequest(ABC):
         """Call before the first event is sent. On failure, close `running`."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """Returns a writer with event ids that a client can resume after. The base class returns `writer`."""
+        """Returns a writer whose events have ids from which a client can resume. The base class returns `writer`."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -118,20 +118,22 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """Returns events that continue for `seconds` after their reader leaves, and the function to call then."""
+        """Returns events that continue for `seconds` after their reader leaves, and a function to call at that
+        moment.
+        """
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """The response is stored without its end."""
+        """Call when the response is stored without its end."""
 
     async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """The response is stored with its end; its Idempotency-Key stays known."""
+        """Call when the response is stored with its end. Its Idempotency-Key stays known."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Raises HTTPException while another request computes the answer."""
 
     async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """The answer failed before any of it was sent: its Idempotency-Key is free again."""
+        """Frees the Idempotency-Key. Call if the answer failed before any of it was sent."""
 
     def take_over_error(self) -> HTTPException | None:
         return still_answering_error() if self.has_idempotency_key else None
@@ -139,7 +141,7 @@ class DurableRequest(ABC):
 
 class NullDurableRequest(DurableRequest):
     def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
-        """`strict`: reject fields and headers without effect."""
+        """If `strict`, fields and headers without effect are rejected."""
         super().__init__(request, stream_grace)
         self._strict = strict
 
@@ -166,7 +168,7 @@ class JournaledRequest(DurableRequest):
         self._owner = owner
         self._compute = compute
         self._body: bytes | None = None
-        """None before it is read, or if the request must not be journaled."""
+        """None before the body is read, or if the request must not be journaled."""
         self._earlier_progress: CallProgress | None = None
         self._outputs: ResumableOutputs | None = None
 
@@ -194,10 +196,10 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
-        if fields is not None and fields.continues_unstored_response:  # nothing could compute the answer again
+        if fields is not None and fields.continues_unstored_response:  # such an answer could never be computed again
             self._body = None
             return fresh
-        if fields is not None and fields.conversation_id is not None:  # the conversation changes before a retry
+        if fields is not None and fields.conversation_id is not None:  # the conversation would change before a retry
             if self.has_idempotency_key:
                 message = "Idempotency-Key: cannot be combined with a conversation, which each answer changes"
                 raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)
@@ -312,7 +314,7 @@ def make_durable_request(
     compute: Callable[[], ComputeIdentity],
     config: ServerConfig,
 ) -> DurableRequest:
-    """`calls` None: there is no data directory."""
+    """If `calls` is None, there is no data directory."""
     if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
         return NullDurableRequest(request, 0.0 if calls is None else config.stream_grace, strict=config.strict)
     return JournaledRequest(request, calls, background, owner_of(request), compute, config.stream_grace)

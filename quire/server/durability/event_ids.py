@@ -1,7 +1,7 @@
 """Numbers a stream's events, so that it can resume where its reader was cut off.
-A resumable request always has the same events: before the first token, per choice, and at the end. An id counts each
-kind: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted separately, because their
-interleaving may change.
+A resumable request always has the same events: before the first token, per choice, and at the end. An id counts each of
+these kinds: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted separately, because
+their interleaving may change.
 """
 
 from __future__ import annotations
@@ -40,20 +40,24 @@ class EventIdWriter(AnswerWriter):
         seen_counts: Sequence[int] = (),
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
-        """`is_journaled_step`: True while steps repeat journaled tokens; None if tokens are reproducible. Otherwise
-        raises Conflict if the reader has seen more events than the journal's steps make, because later ones might
+        """`is_journaled_step` is None if tokens are reproducible. Otherwise it is True while steps repeat journaled
+        tokens; after them, raises Conflict if the reader has seen more events than they made, because later ones might
         differ.
         """
         self._writer = writer
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """Counts by kind; `_kind_count` has the current one, because a list touches more memory per token."""
+        """Counts by kind. The current kind's count is in `_kind_count`, because a list touches more memory per
+        token.
+        """
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
         self._event_template = b""
         self._text_event_template: bytes | None = None
-        """Bytes format with a count and a text's JSON, for a single choice; None while the reader is ahead."""
+        """Bytes format that takes a count and a text's JSON. Used for a single choice; None while the reader is
+        ahead.
+        """
         self._switch_event_kind(0)
 
     @property
@@ -104,7 +108,7 @@ class EventIdWriter(AnswerWriter):
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
 
     def error_event(self, error: Exception) -> bytes:
-        """Has no id: the stream can resume after the error."""
+        """The event has no id: the stream can resume after the error."""
         return self._writer.error_event(error)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -123,7 +127,7 @@ class EventIdWriter(AnswerWriter):
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
     def _switch_event_kind(self, kind: int) -> None:
-        """While a choice has sent fewer events than its reader has seen, ids carry the reader's counts."""
+        """While a choice has sent fewer events than its reader has seen, ids contain the reader's counts."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind
         self._kind_count = self._sent_counts[kind]

@@ -1,4 +1,4 @@
-"""Calls that can be replayed or resumed, and their tokens. KV is recomputed to the same bits."""
+"""Calls that can be replayed or resumed, and their tokens. A replay recomputes the same KV, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IS_UNFINISHED_RESPONSE = (
 )
 _BEFORE_FIRST = (float("-inf"), "")
 _EVICTION_STEPS = 2
-"""A new call's first token waits for these steps."""
+"""Maximum eviction steps for which a new call's first token waits."""
 _UPDATES_PER_TRANSACTION = 16
 CLAIM_SECONDS = 30.0
 
@@ -46,11 +46,11 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     kernels: str = ""
     """Fingerprint of weights and kernels."""
     background: bool = False
-    """The response continues without its caller."""
+    """True if the response continues without its caller."""
     model: str = ""
     """Set if the server has several models; empty in older journals."""
     before: tuple[str, ...] = ()
-    """Other fingerprints that computed the first tokens."""
+    """Other fingerprints of what computed the first tokens."""
     given: str = ""
     """Digest of weights and prompts, needed to resume; empty in old journals."""
     cache_diagnosis: CacheDiagnosis | None = None
@@ -86,19 +86,19 @@ class _AttemptClaim(NamedTuple):
 
 class Calls:
     """Thread-safe. Methods are single transactions, unless they make room.
-    Expired calls are deleted, except while they are answered or their response is unfinished: the machine may have been
-    off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry, those being answered
-    last.
+    Expired calls are deleted, except while they are answered or their response is unfinished, because the machine may
+    have been off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry, those being
+    answered last.
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """The token logs of `live_processes` are in use."""
+        """`live_processes` still use their token logs."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes = BytesByOwner(dict(rows))
         self._sweep_position: tuple[float, str, str] | None = None
-        """(expiry, owner, id); None: from the start."""
+        """(expiry, owner, id) to continue after; None: the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
@@ -113,8 +113,8 @@ class Calls:
         return self._sizes.total_bytes()
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
-        """`process` answers the call from now on, even if the write fails. `expires_at` is in Unix seconds. False if
-        another call has its key.
+        """From now on, `process` answers the call, even if the write fails. `expires_at` is in Unix seconds. Returns
+        False if another call has its key.
         """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
@@ -168,7 +168,9 @@ class Calls:
         return self._answering_processes.get((owner, id))
 
     def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """Lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has a claim."""
+        """The claim lasts until `put`, `release_claim` or CLAIM_SECONDS. Returns False while another attempt has a
+        claim.
+        """
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -199,7 +201,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """Without `include_keyed`, calls with an Idempotency-Key stay."""
+        """If `include_keyed` is False, calls with an Idempotency-Key stay."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -207,7 +209,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """Runs one transaction. Returns False after the last one."""
+        """Runs one transaction. Returns False if no more calls are due."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -228,7 +230,9 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Skips calls that another process took over with their tokens. An unreadable log's tokens are recomputed."""
+        """Skips calls that another process took over together with their tokens. Tokens of an unreadable log are
+        recomputed.
+        """
         try:
             for (owner, id), tokens in groupby(
                 sorted(read_logged_tokens(path), key=_logged_call_key), _logged_call_key
@@ -277,8 +281,8 @@ class Calls:
 
 
 class _CallEviction:
-    """Evicts the largest owner's calls in order of expiry, then unfinished responses, then calls being answered. A step
-    continues where the last one stopped.
+    """Evicts the largest owner's calls in order of expiry; then also unfinished responses, then also calls being
+    answered. Each step continues where the last one stopped.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ SINGLE_PROCESS_NAME = "0"
 
 
 class PeerLink(Protocol):
-    """Leads to the data's owner and its peers: a SharedClient, or deploy/ray's link."""
+    """A connection to the data's owner and its peers: a SharedClient, or deploy/ray's link."""
 
     answering: Answering
 
@@ -32,7 +32,7 @@ class PeerLink(Protocol):
 
 class Peers:
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
-        """`link` None: no other processes. `calls` None: nothing is stored."""
+        """`link` is None if there are no other processes, `calls` if nothing is stored."""
         self._link = link
         self._calls = calls
 
@@ -45,14 +45,14 @@ class Peers:
         return self._link is None
 
     async def find_answering_process(self, owner: str, id: str) -> str | None:
-        """None if no other process answers it."""
+        """Returns None if no other process answers the call."""
         if self._link is None or self._calls is None:
             return None
         process = await asyncio.to_thread(self._calls.answering_process, owner, id)
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
-        """None if the process has no answer or has ended."""
+        """Returns None if the process has no answer or has ended."""
         assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None
@@ -68,7 +68,9 @@ RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop]
 def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
-    """Threads call the result, which raises StoreUnreachable. `from_thread` runs a coroutine on the event loop."""
+    """Returns a function for threads, which raises StoreUnreachable. `from_thread` runs a coroutine on the
+    event loop.
+    """
     loop = asyncio.get_running_loop()
 
     async def ask_hub(body: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""Data that outlives the process (--data-dir). One of several API processes leads: it runs batches and resumes what
-ended processes left.
+"""Data that outlives the process (--data-dir). One of several API processes leads: it runs batches, and resumes the
+work of ended processes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""A process answers with a ProcessStatus as msgpack."""
+"""Each process answers this topic with its ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
-"""Pause while more is due, in which others can use the disk."""
+"""Pause between sweeps while more is due, so that others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
 """A single process polls only to check whether the disk can be written."""
 
@@ -57,8 +57,8 @@ class Persistence:
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Used if a background response's engine is gone or its model was unloaded. If this process ends first, another
-        restarts it.
+        """Restarts a background response whose engine is gone or whose model was unloaded. If this process ends first,
+        another restarts it.
         """
         self.unfinished_responses.add((owner, id))
 
@@ -85,7 +85,7 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """Returns None without data_dir. `link` leads to the process that owns it. `connect`: see Database. Raises
+    """Returns None without data_dir. `link` leads to the process that owns the data. `connect`: see Database. Raises
     ConfigError.
     """
     if config.data_dir is None:
@@ -107,7 +107,9 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients`: see BatchRunner. At the end each part stops where it is, and the next process continues."""
+    """`clients`: see BatchRunner. At the end, batches and streams stop where they are, and the next process continues
+    them.
+    """
     batches = BatchRunner(app, data.batches, data.files, data.contents, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)
@@ -133,8 +135,8 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resumes earlier processes' batches and background responses; the application must already answer requests. Among
-    several processes the leader repeats this.
+    """Resumes earlier processes' batches and background responses. The application must already answer requests. If
+    there are several processes, the leader repeats this.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
 
@@ -182,8 +184,8 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """Marks a response that cannot restart as failed; leaves one with an unknown API key pending. Raises Overloaded,
-    HTTPException or the disk's error if it may restart later.
+    """Marks a response that cannot restart as failed, but leaves a response with an unknown API key pending. Raises
+    Overloaded, HTTPException or the disk's error if it may restart later.
     """
     if (tenant := tenants.find_by_digest(owner)) is None:
         log.error("the response %s waits for its API key, which this server does not accept", id)

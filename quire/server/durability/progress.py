@@ -10,17 +10,17 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     came_with_token: bool
-    """False: the end came after the last token."""
+    """False if the choice ended after its last token."""
 
 
 class CallProgress(msgspec.Struct):
-    """Lists are by choice. Only the event loop may change those that grow."""
+    """Lists are by choice. Only the event loop may change lists that grow."""
 
     ids: list[list[int]] = []
     cached: list[int] = []
 
     ends: list[ChoiceFinish | None] = []
-    """None: unfinished. Empty in older journals and with logprobs."""
+    """None: unfinished. The list is empty in older journals and with logprobs."""
 
     @property
     def num_tokens(self) -> int:
@@ -30,7 +30,7 @@ class CallProgress(msgspec.Struct):
         return CallProgress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
 
     def merge_tokens(self, choice: int, position: int, ids: Sequence[int], finish: ChoiceFinish | None) -> None:
-        """Skips known tokens; drops tokens after a gap."""
+        """Skips known tokens. Drops tokens after a gap."""
         if choice < len(self.ids) and position <= (num_known := len(self.ids[choice])):
             self.ids[choice] += ids[num_known - position :]
             if finish is not None and choice < len(self.ends) and len(self.ids[choice]) == position + len(ids):

@@ -1,6 +1,6 @@
-"""Resumable streams and Idempotency-Key. A call is journaled (journal.py) before its first event is sent, its
-tokens a moment later. A repetition, here or in the next process, has the same id, seed and time, so its events are
-equal to the byte. Those already seen are dropped.
+"""Resumable streams and Idempotency-Key. A call is journaled (journal.py) before its first event is sent, its tokens a
+moment later. A repetition, in this or the next process, has the same id, seed and time, so its events are equal to the
+byte. Events already seen are dropped.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ CLAIMS_SCOPE_KEY = "quire.claims"
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
-"""Counted from the answer's start."""
+"""Counted from the answer's end."""
 MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
-"""How long a stream continues without its reader."""
+"""Request header: seconds that a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
-"""After this time the call's row expires."""
+"""A running call's row expires this long after its last save."""
 _CLAIM_POLL_SECONDS = 0.05
 _SAVE_INTERVAL_SECONDS = 1.0
-"""Tokens not saved are recomputed."""
+"""Tokens since the last save are recomputed after a crash."""
 _SAVES_PER_LOGGED_CALL = 5
-"""Calls in the write-ahead log join every fifth save; only a power cut loses their unsaved tokens."""
+"""Calls in the write-ahead log are saved only every fifth time; only a power cut loses their unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""Apply while the store cannot be reached."""
+"""Used while the store cannot be reached."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Requests to other API processes: to stop answering a call, and whether it is being answered."""
+"""Topics of requests to other API processes: stop answering a call; tell whether a call is being answered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """Claims an Idempotency-Key until its request is journaled, or a call until it is resumed."""
+    """Reserves an Idempotency-Key until its request is journaled, or a call until it is resumed."""
 
     owner: str
     name: str
     expires_at: float
     """`time.monotonic()`."""
     attempt: int = 0
-    """0 for a key."""
+    """0 if an Idempotency-Key is claimed."""
 
 
 @dataclass(eq=False, slots=True)
 class RunningCall:
     progress: CallProgress
     retention_seconds: float
-    """Counted from its end."""
+    """Counted from the call's end."""
     close_generation: Callable[[], None] | None = None
-    """None after its end."""
+    """None after the call's end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
     log_number: int = 0
@@ -105,7 +105,7 @@ class ResumableCalls:
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """Each token is logged before it is sent."""
+        """True if each token is logged before it is sent."""
         return self._write_ahead_log is not None
 
     @property
@@ -133,8 +133,8 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """Takes over a call and its tokens, and appends its claim to `claims`. Concurrent attempts wait until the one
-        before has begun. Raises HTTPException after CLAIM_SECONDS.
+        """Takes over a call and its tokens, and appends its claim to `claims`. Waits until a concurrent attempt has
+        begun. Raises HTTPException after CLAIM_SECONDS.
         """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
@@ -162,7 +162,7 @@ class ResumableCalls:
                 return msgspec.structs.replace(
                     call, progress=msgspec.msgpack.decode(encoded_progress, type=CallProgress)
                 )
-        # The call or its process may have ended.
+        # the call or its process may have ended
         return await self.find_call(owner, call.pins.id) or call
 
     async def _handle_take_over(self, body: bytes) -> bytes | None:
@@ -189,7 +189,7 @@ class ResumableCalls:
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
         """Returns the call with this Idempotency-Key; None if the key is new or absent. Raises HTTPException if the key
-        is invalid, another request's, or being answered.
+        is invalid, another request's, or its call is being answered.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -203,7 +203,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call` or the request's end releases it
+            return None  # `journal_call` or the end of the request releases the claim
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # the call may have to be started, so the claim stays
@@ -219,7 +219,7 @@ class ResumableCalls:
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
             return
-        # That process holds the call until its end is saved, after the caller has the answer.
+        # Even after the caller has the answer, that process holds the call until its end is saved.
         if await self._peers.ask_peer(holder, _IS_ANSWERING_TOPIC, msgspec.msgpack.encode((owner, id))) is not None:
             raise still_answering_error()
 
@@ -247,8 +247,8 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """Follows `outputs` in the journal until `running` is closed; a failure closes it too. `outputs` None: beam
-        search, which has no tokens before its end.
+        """Journals `outputs` until `running` is closed; a failure closes `running` too. `outputs` None: beam search,
+        which has no tokens before its end.
         """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
@@ -276,7 +276,7 @@ class ResumableCalls:
             if not await self._put_call_with_retries(owner, call, ends):
                 raise still_answering_error()  # another process got the same request
         except sqlite3.OperationalError as error:
-            if key is not None and resumed is None:  # otherwise the request could be answered twice
+            if key is not None and resumed is None:  # a request that could not be journaled might be answered twice
                 running.close()
                 raise
             log.error(
@@ -295,7 +295,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """A stream waits while the store's process is replaced; repeating Calls.put is harmless."""
+        """Makes the stream wait while the store's process is replaced. Repeating Calls.put is harmless."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -303,12 +303,12 @@ class ResumableCalls:
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
     def mark_stored_unfinished(self, owner: str, id: str) -> None:
-        """Until `forget_call`, the response is not considered abandoned."""
+        """Until `forget_call`, the response does not count as abandoned."""
         if (running := self._running.get((owner, id))) is not None:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
-        """Prevents another attempt. Without `with_key`, an Idempotency-Key stays known."""
+        """Prevents another attempt. If `with_key` is False, an Idempotency-Key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
@@ -360,7 +360,7 @@ class ResumableCalls:
                 asyncio.to_thread(self._calls.update_progress, notes, self._peers.process_name)
             )
             await asyncio.shield(self._save_future)
-        for owner, id, running in ended_calls:  # until now only this process had the calls' progress
+        for owner, id, running in ended_calls:  # until now, only this process had the calls' progress
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
         if is_compacting and self._write_ahead_log is not None:

@@ -13,19 +13,19 @@ from quire.server.durability.progress import CallProgress, ChoiceFinish
 
 
 class TokenJournal(Protocol):
-    """Records tokens before they are sent. Choices have consecutive numbers."""
+    """Records tokens before they are sent. A call's choices have consecutive numbers."""
 
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number`: the first choice's. `position`: in tokens of the choice."""
+        """`number`: the first choice's number. `position`: in tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """`rows`: flattened (choice number, position, token id)."""
+        """`rows`: choice number, position and token id of each token."""
 
 
 class ResumableOutputs(WrappedOutputs):
-    """Returns an earlier attempt's tokens first. `progress` grows with each computed token, read or not."""
+    """Yields an earlier attempt's tokens first. `progress` grows with each computed token, even if nobody reads it."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class ResumableOutputs(WrappedOutputs):
         *,
         splits_tokens: bool,
     ) -> None:
-        """`splits_tokens`: return tokens one by one, so that events are reproducible. Raises EngineError if the engine
-        is gone.
+        """If `splits_tokens`, yields tokens one by one, so that events are reproducible. Raises EngineError if the
+        engine is gone.
         """
         self.progress = progress
         self._splits_tokens = splits_tokens
@@ -64,7 +64,7 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """One output per token."""
+        """Returns one output per token."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -83,7 +83,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Earlier tokens count as computed by the current weights."""
+        """Counts earlier tokens as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -146,14 +146,14 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """Returns what need not be recomputed: nothing with `needs_logprobs`, because the journal has no log
+    """Returns what need not be recomputed: no tokens with `needs_logprobs`, because the journal has no log
     probabilities.
     """
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:
         return CallProgress([[] for _ in range(num_choices)], list(earlier.cached), [None] * num_choices)
-    if not earlier.ends:  # older journals have no ends: recompute the last token, which brings the end
+    if not earlier.ends:  # older journals have no ends; recomputing the last token brings the end
         return CallProgress([ids[:-1] for ids in earlier.ids], list(earlier.cached), [None] * num_choices)
     return earlier.copy()
 

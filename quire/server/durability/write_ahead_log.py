@@ -1,6 +1,6 @@
 """Memory-mapped log of tokens that the journal does not have yet. Each token is written before it is sent, at the cost
-of one memory copy. The kernel keeps the file if the process is killed. A power cut may damage it, so no later boot
-reads it.
+of one memory copy. The kernel keeps the file if the process is killed. A power cut may damage the file, so it is
+ignored after a reboot.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 from quire.server.durability.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""First part of log files' names in --data-dir; the process's name follows."""
+"""Beginning of a log file's name in --data-dir. The process's name follows."""
 HALF_BYTES = 1 << 21
-"""While one half is written, the journal takes over the other."""
+"""While one half is written, the journal takes over the other half's tokens."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""A half's position has bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has all
-of it. One 64-bit store writes it, so a kill leaves the old or the new value.
+"""A half's position has bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has the
+whole half. One 64-bit store writes it, so a kill leaves the old or the new value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
@@ -39,7 +39,7 @@ _NUMBER_TYPECODE = "I"
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """Gives `number` to a call; its other choices get the next numbers."""
+    """Assigns `number` to a call's first choice. Its other choices get the next numbers."""
 
     number: int
     owner: str
@@ -57,7 +57,7 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
 
 class StepTokensRecord(msgspec.Struct, frozen=True, tag="s", array_like=True):
     rows: bytes
-    """(choice number, position, token id) per token."""
+    """Choice number, position and token id of each token."""
 
 
 class LoggedTokens(NamedTuple):
@@ -75,12 +75,12 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 class WriteAheadLog:
     def __init__(self, folder: Path, process: str) -> None:
-        """Raises OSError without disk space or boot id."""
+        """Raises OSError if disk space or boot id is missing."""
         boot = _read_boot_id()
         self._path = folder / f"{LOG_FILE_PREFIX}{process}"
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # otherwise a full disk kills the process at a write
+            # without this, a write to a full disk would kill the process
             os.posix_fallocate(file, 0, _HEADER_BYTES + 2 * HALF_BYTES)
             self._memory = mmap.mmap(file, _HEADER_BYTES + 2 * HALF_BYTES)
         finally:
@@ -94,7 +94,7 @@ class WriteAheadLog:
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Returns the first choice's number; the others follow."""
+        """Returns the first choice's number; the other choices' numbers follow."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -103,11 +103,11 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Call before sending. Drops tokens if there is no space."""
+        """Call before tokens are sent. Drops tokens without space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Writes one record, because one per token would cost more than the rest."""
+        """Writes one record per step, because one per token would cost more than all else."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
@@ -149,7 +149,7 @@ class WriteAheadLog:
 
 
 def _checksum(record: bytes) -> int:
-    """Is not 0 for unwritten records, which are zeros."""
+    """The checksum of unwritten records, which are zeros, is not 0."""
     return crc32(record, 1)
 
 
@@ -159,7 +159,7 @@ def _read_boot_id() -> bytes:
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """Yields tokens in order, up to the first broken or unknown record. Earlier versions had other half sizes and
+    """Yields tokens in order, up to the first broken or unknown record. Also reads earlier versions' half sizes and
     single-token records. Raises OSError.
     """
     content = path.read_bytes()
@@ -174,7 +174,7 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
 
 
 class _BrokenRecord(Exception):
-    """The record is incomplete or of a later version."""
+    """The record is incomplete, damaged, or of a later version."""
 
 
 class _LegacyTokenRecord(NamedTuple):
@@ -188,7 +188,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """Yields the older half first. Raises _BrokenRecord."""
+    """Yields the older half's records first. Raises _BrokenRecord."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
