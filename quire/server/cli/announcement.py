@@ -21,7 +21,7 @@ def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
 
 
 def display_address(config: ServerConfig, base: str) -> str:
-    """A Unix socket's path, or the URL."""
+    """Returns a Unix socket's path, or the URL."""
     return base if config.uds is None else str(config.uds)
 
 
@@ -52,7 +52,7 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """Empty if the system trusts the certificate for this address."""
+    """Returns no flags if the system trusts the certificate for this address."""
     host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile

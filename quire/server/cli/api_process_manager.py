@@ -1,6 +1,6 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes. Each API process listens on its own
 socket (SO_REUSEPORT), so that connections go to the others once one ends. This process's socket reserves the port and
-never listens. All share one Unix socket.
+never listens. A Unix socket is shared by all.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
-    """Raises ConfigError for settings that need one process to know everything."""
+    """Raises ConfigError for settings that work only in a single process."""
     unshareable = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
@@ -178,7 +178,7 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Returns the last exit code. Raises ConfigError or EngineError if too many in a row cannot serve."""
+        """Returns the last exit code. Raises ConfigError or EngineError if too many processes in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
@@ -186,7 +186,7 @@ class ApiProcessManager:
             process = self._processes[number] = self._spawn_process(identity)
             code = await self._wait_for_exit_or_kill_hung(process, channel)
             await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
-            if self._data is not None:  # first, so that waiting clients find all of its answers
+            if self._data is not None:  # first, so that waiting clients find all the process's answers
                 await asyncio.to_thread(self._data.processes.remove_process, identity)
             aborted = hub.remove(identity.encode())
             if self._num_signals or not self._client.alive:

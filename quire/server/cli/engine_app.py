@@ -32,7 +32,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""Only this process can reach the server."""
+"""For a server that only this process can reach."""
 
 
 @asynccontextmanager

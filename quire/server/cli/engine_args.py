@@ -12,7 +12,7 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
 class EngineArgs:
-    """LLM's options under vLLM's name. Raises ConfigError."""
+    """Options of LLM, under vLLM's class name. Raises ConfigError."""
 
     @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
@@ -23,7 +23,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """`LLM(**vars(parser.parse_args()))` takes the given flags, as text."""
+        """Afterwards, `LLM(**vars(parser.parse_args()))` takes the flags, as text."""
         add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 

@@ -11,7 +11,7 @@ class ExclusiveFlags(dict[str, Any]):
 
 
 class FlagGroup(dict[str, Any]):
-    """Flags that --help lists together. Its key in the flag table is the title."""
+    """Flags that --help lists together, under the group's key in the flag table."""
 
 
 def build_parser(
@@ -23,8 +23,8 @@ def build_parser(
 
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
-    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments; any key
-    to ExclusiveFlags; titles to FlagGroups.
+    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments. Any key
+    may map to ExclusiveFlags, a title to FlagGroup.
     """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):

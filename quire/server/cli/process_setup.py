@@ -28,12 +28,12 @@ _RESERVED_FILES = 40
 
 
 def open_standard_streams() -> None:
-    """Otherwise later files and sockets get closed streams' numbers, and messages go into them."""
+    """Opens closed streams, because later files and sockets would get their numbers, and messages would go there."""
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets `number`, the lowest free one
+            os.open(os.devnull, os.O_RDWR)  # gets `descriptor`, the lowest free one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -41,7 +41,7 @@ def open_standard_streams() -> None:
 
 
 def discard_closed_stderr() -> None:
-    """Otherwise Python flushes again at exit and returns status 120."""
+    """Prevents Python from flushing again at exit and returning status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -60,7 +60,7 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal` in the loop. After the block, signals exit at once."""
+    """Calls `on_signal` in the loop. After the block, signals exit at once, except SIGHUP, which is ignored."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
@@ -86,7 +86,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Warns if few connections remain. Raises ConfigError if nothing can start."""
+    """Warns if few connections are possible. Raises ConfigError if the limit prevents a start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -1,5 +1,5 @@
 """`quire serve`: serves a model through the OpenAI API until Ctrl-C, SIGTERM or SIGHUP.
-Binds the port first, to report a taken one at once. Imports the API while the engine process loads the model.
+Binds the port first, to report a taken port at once. Imports the API while the engine process loads the model.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 _GC_THRESHOLDS = 5000, 10, 20
-"""The collector frees little of what requests hold. In two rounds of 16 beam searches of 64 beams, Python's defaults
-scanned all objects 34 times, 20 to 30 ms each; these did twice.
+"""Garbage collection frees little of what requests hold. In two rounds of 16 beam searches of 64 beams, Python's
+defaults scanned all objects 34 times, 20 to 30 ms each; these thresholds did so twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
 """With Python's 5 ms, a stream's first token waited 5 ms for the thread that writes to --data-dir."""

@@ -58,7 +58,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """The parser must have no --help."""
+    """The parser must not have --help yet."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -79,8 +79,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Each field gets the title of the first class in `titles` that has it. Omits other fields, and flags that the
-    parser has.
+    """Each field's flag gets the title of the first class in `titles` that has the field. Omits other fields, and flags
+    that the parser already has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -150,7 +150,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warns if nothing reads the keys, or if the process list shows them."""
+    """Warns if Quire ignores the keys, or if the process list shows them."""
     if os.environ.get("VLLM_API_KEY"):  # a user who set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key", "metrics_api_key"):
@@ -184,7 +184,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """Makes an argparse type for finite numbers from `low` (above it if `above`) to `high`."""
+    """Makes an argparse type for finite numbers from `low` to `high`. `above` excludes `low`."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)

@@ -16,7 +16,7 @@ _PLUGIN_FLAGS = {
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
-"""These load a user's parser under a name unknown to Quire."""
+"""These flags load a user's parser under a name unknown to Quire."""
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
@@ -24,7 +24,7 @@ JSON_METAVAR = "JSON"
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """As in vLLM, --max_model_len means --max-model-len. Keys after a dot stay."""
+    """Turns --max_model_len into --max-model-len, as vLLM does. Keeps keys after a dot."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -34,7 +34,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Exits with status 2 for unknown flags. Drops flags without effect, with a message."""
+    """Exits with status 2 for unknown flags. Drops flags without effect and prints why."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -86,7 +86,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
 
 
 def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
-    """Each machine serves its own engines, so vLLM's flag for local ones means the same."""
+    """Turns vLLM's number of local engines into the number of engines, because each machine serves only its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
@@ -109,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Moves positionals that follow a dropped flag to the front, because an earlier list flag would take them."""
+    """Removes and returns positionals that follow a dropped flag, because an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,7 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merges `--flag.key.key value` parts into one JSON object in the first part's place."""
+    """Merges `--flag.key.key value` parts into one JSON object in the first part's position."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -200,7 +200,7 @@ def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) 
         if not flag.startswith("-") or flag.partition(".")[0] in known or flag == "--":
             arguments.append(argument)
             continue
-        level = re.fullmatch(r"-O\d", flag)  # -O3; and --compilation-config.mode 3
+        level = re.fullmatch(r"-O\d", flag)  # -O3, and also --compilation-config.mode 3
         foreign = unsupported_options.find_foreign_flag("O" if level else flag.lstrip("-").partition(".")[0])
         values = [value] if equals else []
         if foreign is not None and not equals and not level:

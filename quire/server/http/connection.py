@@ -22,17 +22,17 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit for a request line with headers, a chunk's line with extensions, and trailers."""
+"""Limit for each of these: request line with headers, a chunk's line with extensions, trailers."""
 MAX_HEADERS = 256
-"""Limit including trailers. Each lookup scans all headers."""
+"""Limit including trailers, because each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
 """Limit for head, chunk lines and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
-"""This many body bytes allow one more framing byte, so chunks of 24 bytes and more are never refused."""
+"""This many body bytes allow one more framing byte, so that chunks of at least 24 bytes are never refused."""
 MAX_PIPELINED_REQUESTS = 100
 """Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
-"""Must arrive per read timeout."""
+"""Bytes that must arrive per read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
 """Below --root-path. On other paths a WebSocket's handshake is an ordinary GET."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
@@ -43,9 +43,9 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Limit for a head, and for each piece of a body."""
+    """Seconds for a head, and for each BODY_PIECE_BYTES of a body."""
     write_timeout: float
-    """How long an answer may wait for its reader."""
+    """Seconds that an answer may wait for its reader."""
     client: EngineClient
     """Its `slow_readers` counts clients beyond the write timeout."""
 
@@ -59,8 +59,8 @@ class ConnectionTimeouts:
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the Upgrade header, which Java's client and `curl --http2` always send, except for WebSockets: parses the
-    head again without it. The base class would take the body for another protocol.
+    """Ignores the Upgrade header, except for WebSockets, by parsing the head again without it. Java's client and `curl
+    --http2` always send it. The base class would take the body for another protocol.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -82,8 +82,9 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
 
 
 class UnchunkedSender:
-    """Used for HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length ends
-    with the connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
+    """Sends answers to HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length
+    ends with the connection. uvicorn would write chunks or require a length, so the expected length grows with each
+    part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -104,9 +105,9 @@ class UnchunkedSender:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's connection has no deadline for slow requests or clients that do not read, and no limit on headers and
-    trailers. Timers, cheaper than tasks, enforce the deadlines here. A byte counts as framing until it proves to be the
-    body's.
+    """Unlike uvicorn's connection, has deadlines for slow requests and clients that do not read, and limits on headers
+    and trailers. Timers, which are cheaper than tasks, enforce the deadlines. A byte counts as framing until it proves
+    to be the body's.
     """
 
     transport: BatchingTransport
@@ -131,14 +132,14 @@ class HttpConnection(HttpToolsProtocol):
         """Excludes bytes received with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Bytes since the last piece with a body byte."""
+        """Bytes received since the last body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request answered now or last. `cycle` is the one received last."""
+        """The request being answered, or the last answered. `cycle` is the last received."""
         self._is_refused = False
         """If True, nothing more is read, and the refusal follows the answers to earlier requests."""
 
@@ -214,7 +215,7 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
 
     def _flush_body_chunks(self) -> None:
-        """The base class copies its whole buffer per chunk, and a chunk may be one byte."""
+        """Joins chunks: the base class copies its whole buffer per chunk, and a chunk may be one byte."""
         if self._body_chunks:
             super().on_body(b"".join(self._body_chunks))
             self._body_chunks.clear()
@@ -295,7 +296,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not arrive within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """uvicorn then calls send_400_response."""
+        """Raises ValueError, upon which uvicorn calls send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 

@@ -18,7 +18,7 @@ from quire.server.config import ServerConfig
 log = logging.getLogger("quire.server.cli.serve")
 UNIX_SOCKET_MODE = 0o666
 _MAX_LOCK_TRIES = 100
-"""A try fails if a server that ends removes the file before it is locked, or on a file system without stable inodes."""
+"""A try fails if an ending server removes the file before it is locked, or if the file system has no stable inodes."""
 UNPROTECTED_WARNING = (
     "anyone who can reach %s may use this server, read and delete its stored data, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
@@ -68,7 +68,7 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 def bind_unix_socket(path: Path) -> socket.socket:
     """Replaces an ended server's file and keeps its permissions. Like uvicorn, lets every local user connect to a new
-    one. Raises ConfigError.
+    file. Raises ConfigError.
     """
     try:
         mode = _remove_stale_socket(path)
@@ -86,8 +86,8 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock on the file `path`.lock, because a server that still loads its model does not listen yet. Raises
-    ConfigError if another server has the lock.
+    """Locks the file `path`.lock, because a server that still loads its model does not listen yet. Raises ConfigError
+    if another server has the lock.
     """
     lock_path = path.with_name(f"{path.name}.lock")
     try:
@@ -109,7 +109,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock_file_or_none(path: Path) -> int | None:
-    """A descriptor; None if the locked file is no longer at `path`, where a third server could lock another one."""
+    """Returns a descriptor; None if the locked file is no longer at `path`, where a third server could lock a
+    new file.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(lock)

@@ -24,7 +24,7 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""Shutdown waits this long for a dead engine's requests."""
+"""Shutdown waits this many seconds for a dead engine's requests."""
 
 
 class HttpServer(uvicorn.Server):
@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuses new generations with 503. Open ones fail after --shutdown-timeout."""
+        """Refuses new generations with 503. Open generations fail after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -80,7 +80,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Closing the event loop would cancel a dead engine's requests, each with a traceback."""
+        """Without it, closing the event loop would cancel a dead engine's requests, each with a traceback."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 

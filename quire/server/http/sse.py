@@ -29,8 +29,8 @@ EVENT_STREAM_HEADERS = (
 class EventStream(EventSourceResponse):
     """Each chunk is one or more whole, encoded events. A disconnect and the stream's end call `close`, which must end
     `chunks`.
-    The status is sent with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is
-    raised and gets its own status; a later one becomes the last event.
+    The status is sent with the first chunk, or with the first ping after `config.sse_ping` seconds. An exception before
+    that is raised and gets its own status; a later one becomes the last event.
     sse-starlette's `__call__` would send the status before the first chunk, ping between frequent events, end streams
     that HttpServer drains, and take 0.4 ms per stream and microseconds per token.
     """
@@ -47,8 +47,8 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[Exception], bytes] = encode_openai_stream_error,
         transport: BatchingTransport | None = None,
     ) -> None:
-        """`ping` is sent after a silence; `encode_error` encodes the last event after an error. The generator may write
-        chunks to `transport` while the next one is awaited.
+        """`ping` is sent after a silence; `encode_error` encodes an error as the last event. While the next chunk is
+        awaited, the generator may write chunks to `transport` itself.
         """
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]

@@ -18,23 +18,23 @@ from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 MORE_PIECES_KEY = "quire.more_pieces"
 """Key of websocket.receive: True if more of the client's message follows."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
-"""Scope key of an asyncio.Event. When it is set, the server stops, and the application must close the connection."""
+"""Scope key of an asyncio.Event. It is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024
 """Bytes parsed at a time: at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
-"""Reading pauses while this many wait for the application."""
+"""Reading pauses while this many pieces wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
 """Limit for pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
-"""Linux ends a connection that does not acknowledge data, such as a ping, for this long."""
+"""Linux ends a connection whose peer does not acknowledge data, such as a ping, for this long."""
 _CLOSE_SECONDS = 2.0
 
 
 class WebSocketConnection(WSProtocol):
     """Passes messages to the application in pieces, which it can refuse, and lets it close the connection when the
     server stops. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients
-    that do not read, and cuts off open answers at the end.
+    that do not read, and cuts off open answers when the server stops.
     """
 
     transport: BatchingTransport

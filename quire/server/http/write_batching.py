@@ -15,10 +15,10 @@ from quire.engine.common import clock
 log = logging.getLogger("quire.server")
 
 MAX_BUFFERED_BYTES = 16 * 1024
-"""More bytes are written at once, so that backpressure shows."""
+"""Buffers above this size are written at once, so that backpressure shows."""
 
 LINGER_SECONDS = 10.0
-"""Lets a client that still sends read its refusal."""
+"""Seconds in which a client that still sends can read its refusal."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
 
 
@@ -37,7 +37,7 @@ class WriteBatcher:
             try:
                 transport.flush_buffer()
             except Exception:
-                log.exception("a connection failed")  # the others' data must not be lost
+                log.exception("a connection failed")  # other connections' data must not be lost
 
 
 class BatchingTransport(asyncio.Transport):

@@ -1,4 +1,4 @@
-"""Fetches images by HTTP from hosts that the operator allows. A URL must not reach what only this machine reaches:
+"""Fetches images by HTTP from hosts that the operator allows. A URL must not reach what only this machine reaches, so
 addresses must be public when connecting, also after redirects. Environment proxies are ignored, because they resolve
 names themselves.
 """
@@ -39,7 +39,7 @@ LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
 
 
 class ForbiddenAddress(Exception):
-    """The server may connect to none of a host's addresses."""
+    """None of a host's addresses is allowed."""
 
 
 def is_public_address(address: str) -> bool:
@@ -92,7 +92,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
 
 @dataclass(slots=True)
 class _ByteBudget:
-    """Counts pieces on arrival: hosts may send more than they announce."""
+    """Counts pieces on arrival, because hosts may send more than they announce."""
 
     charge_bytes: Callable[[int], None]
     bytes_left: int
@@ -206,7 +206,7 @@ class ImageFetcher:
 
 
 def _url_to_ascii(url: str) -> str:
-    """IDNA turns a host's non-ASCII digits into ASCII digits. Raises ValueError."""
+    """Applies IDNA, which turns a host's non-ASCII digits into ASCII digits. Raises ValueError."""
     if url.isascii():
         return url
     split = urlsplit(url)

@@ -1,5 +1,5 @@
 """Keeps requested models awake within the memory limit. One task makes all changes, one at a time. A model is loaded on
-its first request and sleeps when idle. The least recently used one makes room first: at once without open requests,
+its first request and sleeps when idle. The least recently used model makes room first: at once without open requests,
 otherwise after its time slice, while its requests wait.
 """
 
@@ -188,7 +188,9 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """Makes at most one change: closes a dead model, wakes one, or puts one to sleep."""
+        """Closes dead models. Then wakes or loads the longest-waiting model, or, if none waits, puts idle models to
+        sleep.
+        """
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():

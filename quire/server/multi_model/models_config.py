@@ -18,7 +18,7 @@ from quire.server.config import ServerConfig
 from quire.server.multi_model.presets import ModelPreset, parse_preset
 
 _DEFAULT_KV_GIB = 1.0
-"""Fixed: a share of the machine's memory would depend on other programs."""
+"""Fixed, because a share of the machine's memory would depend on other programs."""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
     "served_model_name",
@@ -38,9 +38,9 @@ _MODEL_SETTINGS = {
     "chat_template_content_format",
 }
 _PRESET_KEYS = ("system", "parameters")
-"""A table that names another as its model is an alias, and may have only these keys and `served_model_name`."""
+"""A table that names another table as its model is an alias. It may have only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
-"""They write to the disk or run code, so HTTP cannot set them."""
+"""These write to the disk or run code, so HTTP cannot set them."""
 _MAX_NAME_LENGTH = 256
 _Seconds = Annotated[float, Meta(ge=0)]
 
@@ -65,7 +65,7 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """Time until an idle model sleeps; 0: never."""
+    """Seconds until an idle model sleeps; 0: never."""
     sleep_level: int
     """1: the engine's process stays and wakes fast; 2: it ends."""
 

@@ -65,7 +65,7 @@ def create_multi_model_app(
     tenants: Tenants,
 ) -> FastAPI:
     """The lifespan runs the manager. GET /v1/models has each model's `state`; POST /v1/models/load and /unload need an
-    admin. Raises as `build_app` does.
+    admin. Raises the errors of `build_app`.
     """
 
     @asynccontextmanager
@@ -94,7 +94,7 @@ class MultiModelDispatcher:
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """The body stays in the memory budget until the handler takes it over."""
+        """The body counts in the memory budget until the handler takes it over."""
         request, path = Request(scope, receive), scope["path"]
         name = request.query_params.get("model") or request.path_params.get("model")
         if request.method not in ("POST", "PUT", "PATCH"):
@@ -252,4 +252,4 @@ def _requested_model_name(path: str, body: bytes) -> str | None:
         names = msgspec.json.decode(body, type=_ModelNameBody)
         return names.model or names.name if path.startswith(OLLAMA_PREFIX) else names.model
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None  # the route reports it
+        return None  # the route reports this error

@@ -85,7 +85,7 @@ def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
     try:
         content = msgspec.json.decode(b"".join(body.chunks))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return  # the route reports it
+        return  # the route reports this error
     if not isinstance(content, dict):
         return
     field, names = path_fields

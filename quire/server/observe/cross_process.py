@@ -1,4 +1,4 @@
-"""With --api-server-count each process counts part of the metrics, and any may be asked about a request."""
+"""With --api-server-count each process counts part of the metrics, and any process may be asked about a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CrossProcessObserver:
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
         self.recent_prompts: RecentPrompts | None = None
-        """Belongs to the server, not to one model, like http_metrics."""
+        """Like http_metrics, belongs to the server, not to one model."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
@@ -60,7 +60,7 @@ class CrossProcessObserver:
         return [*self._metrics.collect_samples(), *http, *self._ended_process_samples()]
 
     async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
-        """None if no process knows it."""
+        """None if no process knows the request."""
         explanations = await self._call_peers(CrossProcessObserver.explain_own_request, name, tenant.name, tenant.admin)
         return explanations[0] if explanations else None
 
@@ -126,7 +126,7 @@ class CrossProcessObserver:
         return self._client.cancel(request_id, tenant)
 
     async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
-        """None results are dropped."""
+        """Drops None results."""
         encoded_results = (
             [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
         )

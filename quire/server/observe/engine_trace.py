@@ -22,7 +22,7 @@ TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """Builds JSON in a thread, because that is slow, from copies of timelines that still change."""
+    """Builds the JSON in a thread, because that is slow, and from copies, because timelines still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)

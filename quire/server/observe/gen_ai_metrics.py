@@ -1,4 +1,4 @@
-"""OpenTelemetry's histograms for generative AI servers, named as by its Prometheus exporter:
+"""OpenTelemetry's histograms for generative AI servers, named as in its Prometheus exporter:
 opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics, "Generative AI model server metrics".
 """
 

@@ -16,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Probes would outnumber other requests."""
+"""Not counted, because probes would outnumber other requests."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)

@@ -18,10 +18,10 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Bounds the engine's time for views; expensive ones are taken less often."""
+"""Maximum share of the engine's time for views; expensive views are taken less often."""
 MAX_LISTED_ENGINES = 8
 OVERLAP_SECONDS = 4
-"""Each `state` repeats these last complete seconds, for streams that missed an event."""
+"""Each `state` repeats this many last complete seconds, for streams that missed an event."""
 
 
 class LiveView:
@@ -53,7 +53,7 @@ class LiveView:
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """A failure ends the streams, so that none hangs."""
+        """Ends the streams if it fails, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()

@@ -173,7 +173,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """Labels are the adapters; the value is Unix seconds."""
+    """Labels name the adapters. The value is Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]

@@ -35,7 +35,7 @@ class LabelingCollector(Collector):
     """The label tells models' or processes' metrics apart."""
 
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
-        """`label`: "" if not needed. `collectors`: by label value."""
+        """`label`: "" if not needed. `collectors`: keyed by label value."""
         self._label, self._collectors = label, collectors
 
     def collect(self) -> Iterable[Metric]:

@@ -131,7 +131,7 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", None),
     ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
-"""Name, help text, buckets. None: token buckets up to the context."""
+"""Name, help text, buckets. None: token buckets up to the context length."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
@@ -216,7 +216,7 @@ class Metrics:
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """As in vLLM, a constant metric has the configuration as labels."""
+        """Registers a constant metric with the configuration as labels, as vLLM does."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,

@@ -12,9 +12,9 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Limit per explanation, shared by its sequences. It suffices for all steps kept of two sequences."""
+"""Limit per explanation, shared by its sequences. It suffices for all recorded steps of two sequences."""
 MAX_BATCH_MATES = 10_000
-"""Further mates are only counted."""
+"""Mates looked up per explanation; further mates are only counted."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,9 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` takes a sequence id; other mates are only counted. `decode_tokens`: see describe_prefix_use."""
+    """`may_show` takes a sequence id; mates that it hides are only counted. `decode_tokens`: see
+    describe_prefix_use.
+    """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
     start = answer_start(record, timelines)
@@ -60,8 +62,8 @@ def explain_request(
 
 
 def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
-    """time.monotonic() of the request's arrival, or of the first submission, which precedes the request that resumes a
-    stream.
+    """Returns time.monotonic() of the request's arrival. If the request resumes a stream, an earlier first submission
+    counts instead.
     """
     return min([record.arrived_at, *(each.submitted_at for each in timelines)])
 

@@ -22,7 +22,7 @@ UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""Longer paths are cut and longer traceparents dropped; either may have 64 KiB."""
+"""Longer paths are cut and longer traceparents dropped, because either may have 64 KiB."""
 
 
 @dataclass(slots=True)
@@ -41,9 +41,9 @@ class RequestRecord:
     status: int | None = None
     ended_at: float | None = None
     internal_id: str | None = None
-    """The server's id (chatcmpl-…, msg_…), which begins its sequences' ids."""
+    """The server's id (chatcmpl-…, msg_…), with which its sequences' ids begin."""
     answer_id: str | None = None
-    """`internal_id`, or the caller's choice."""
+    """`internal_id`, or the caller's id."""
     model: str | None = None
 
 
@@ -67,7 +67,7 @@ class RequestLog:
             self._ordered_records.append(record)
         while len(self._ordered_records) > self._capacity:
             oldest = self._ordered_records.popleft()
-            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # else a newer call has the id
+            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # otherwise a newer call has the id
                 del self._records_by_id[oldest.internal_id or ""]
 
     @property
@@ -75,7 +75,9 @@ class RequestLog:
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
-        """`name`: internal id, answer id or X-Request-Id; the latest counts. None if the caller may not see it."""
+        """`name`: internal id, answer id or X-Request-Id; the latest record counts. None if the caller may not
+        see it.
+        """
         record = self._records_by_id.get(name)
         if record is None:
             candidates = (each for each in reversed(self._ordered_records) if name in (each.answer_id, each.request_id))
@@ -87,7 +89,7 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """None if not kept."""
+        """None if no longer kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -183,7 +185,7 @@ def is_safe_id(value: str | None) -> TypeGuard[str]:
 
 
 def log_request(record: RequestRecord) -> None:
-    """The line contains no prompt or answer. Of the web page's own files, some 40, only failures are logged."""
+    """The line contains no prompt or answer. For the web page's own files (some 40), only failures are logged."""
     if record.path in UNLOGGED_PATHS or record.ended_at is None:
         return
     if record.path.startswith(WEB_PREFIX) and record.status is not None and record.status < 400:

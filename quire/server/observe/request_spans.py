@@ -119,7 +119,7 @@ def _span_attributes(record: RequestRecord, timelines: list[Timeline]) -> dict[s
     if record.status is not None:
         attributes["http.response.status_code"] = record.status
     firsts = [each.first_token_at for each in timelines if each.first_token_at is not None]
-    if firsts and min(firsts) >= record.arrived_at:  # a resumed stream's first token is older
+    if firsts and min(firsts) >= record.arrived_at:  # a resumed stream's first token is older than the request
         attributes["gen_ai.latency.time_to_first_token"] = min(firsts) - record.arrived_at
     if record.ended_at is not None:
         attributes["gen_ai.latency.e2e"] = record.ended_at - record.arrived_at

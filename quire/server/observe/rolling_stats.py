@@ -1,6 +1,6 @@
-"""The last minutes in one-second bins, so a new chart shows earlier times too. Buckets are logarithmic, 10 % wide (as
-in HdrHistogram and DDSketch): a bin's cost does not grow with its tokens. Token gaps are counted in bulk: one by one
-they would take a sixth of the server's time per token.
+"""Statistics of the last minutes in one-second bins, so that a new chart shows earlier times too. Buckets are
+logarithmic, 10 % wide (as in HdrHistogram and DDSketch), so that a bin's cost does not grow with its tokens. Token gaps
+are counted in bulk, because one by one they would take a sixth of the server's time per token.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RollingStats:
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
-        """`seconds` between two steps that gave a request tokens."""
+        """`seconds`: between two steps that gave a request tokens."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)

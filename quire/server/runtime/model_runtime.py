@@ -30,10 +30,10 @@ def _make_fetch_semaphore() -> FairSemaphore:
 
 @dataclass(slots=True)
 class ModelRuntime:
-    """A loaded model and its services: `runtime` in its requests' scope."""
+    """A loaded model and its services; its requests' scope has it as `runtime`."""
 
     model: ServedModel
-    """Replaced with its weights; no other field changes."""
+    """Replaced together with its weights; no other field changes."""
     admission: Admission
     config: ServerConfig
     client: EngineClient
@@ -48,7 +48,7 @@ class ModelRuntime:
     grammar_checker: GrammarChecker
     loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
-    """None if none are served."""
+    """None if no adapters are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)

@@ -32,7 +32,7 @@ class ModelDispatcher(Protocol):
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """Call `handler` with the model in the scope; any loaded one unless `names_model`."""
+        """Call `handler` with the named model in the scope, or with any loaded one unless `names_model`."""
 
 
 class SingleModelDispatcher:

@@ -18,7 +18,7 @@ BatchStatus = Literal[
 ]
 TERMINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_ENDED_BATCHES = 1000
-"""Limit per API key. The oldest are forgotten; their files stay."""
+"""Limit per API key. The oldest batches are forgotten; their files stay."""
 
 
 _BATCHES_PER_READ = 100

@@ -77,7 +77,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copies and syncs a long log while others read and write."""
+        """Copies a long log into the file, and syncs, while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -111,7 +111,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """Returns why writes fail now, or "". Tries again after a failure."""
+        """Returns why writes fail now, or "". After a failed write, tries again."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written

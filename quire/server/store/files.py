@@ -50,7 +50,7 @@ class _UploadReservation:
 
 
 class FileContents:
-    """Any process may access contents. Those without a row are deleted."""
+    """Any process may access contents. Contents without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "files"
@@ -82,7 +82,7 @@ class Files:
     """Thread-safe. After a crash, a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes`: for all owners; each must leave others as much as it takes. Raises OSError."""
+        """`max_bytes`: for all owners; each must leave as much free as it uses. Raises OSError."""
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)

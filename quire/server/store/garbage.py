@@ -1,4 +1,4 @@
-"""Purges invisible rows, a few at a time."""
+"""Deletes rows that are no longer visible, a few at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_TRANSACTION_ROWS = 128
 MAX_TRANSACTION_BYTES = 512 << 10
 """A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Smaller, because each object has several index entries."""
+"""Smaller than MAX_TRANSACTION_ROWS, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
 class Garbage:
-    """Thread-safe. Transactions that change it must include `sizes`."""
+    """Thread-safe. Transactions that change garbage must include `sizes`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -129,7 +129,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Return positions and their total bytes."""
+    """Return positions that fit the limits, and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

@@ -1,4 +1,4 @@
-"""Objects and items are rows with the JSON of answers, because most answers only copy bytes and read one page."""
+"""Objects and items are rows with the JSON of answers, because most requests only copy bytes and read one page."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ObjectToStore:
 
 
 class Store:
-    """Thread-safe, and atomic for readers, although large objects take several transactions.
+    """Thread-safe. Readers see changes atomically, although large objects take several transactions.
     Above `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses go last, because no client
     has them yet.
     """
@@ -307,7 +307,7 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
     ) as database:
-        database.execute("begin")  # makes objects being purged whole or absent
+        database.execute("begin")  # objects that are being purged appear whole or not at all
         yield StoreReader(database)
 
 
@@ -324,7 +324,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """Returns "", which no item has, if the object is unknown."""
+    """Returns "", which is no item's key, if the object is unknown."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

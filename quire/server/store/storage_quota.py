@@ -8,7 +8,9 @@ from quire.server.store.database import Database
 from quire.server.store.garbage import Garbage
 
 EvictStep = Callable[[sqlite3.Connection, int], bool]
-"""Deletes rows of the largest owner in a transaction, to free about this many bytes. True if more can go."""
+"""Deletes rows of the largest owner in a transaction, to free about as many bytes as given. True if more can be
+deleted.
+"""
 HARD_LIMIT_RATIO = 1.1
 """`make_room` with `max_steps` never exceeds this share of the bound."""
 LOW_WATER_RATIO = 0.95
@@ -37,8 +39,8 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evicts until `size` bytes fit, but at most `size` bytes, so concurrent puts may exceed the bound. With
-        `max_steps`, leaves the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
+        """Evicts until `size` bytes fit, but frees only about `size` bytes, so concurrent puts may exceed the bound.
+        After `max_steps`, leaves the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
         """
         freed = 0
         has_more = True

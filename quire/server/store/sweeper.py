@@ -1,4 +1,4 @@
-"""Deletes data before its space is needed. A response that a stored one continues does not expire."""
+"""Deletes data before its space is needed. A response does not expire while a stored one continues it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponseRetention:
 
     def delete_due_responses(self) -> bool:
         """Runs one transaction. Returns False after the last response. Deletes the newest first, so that one pass
-        deletes a chain.
+        deletes a whole chain of responses.
         """
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
@@ -70,8 +70,8 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """Returns the newest first. For `(created, rowid) < (?, ?)` SQLite would visit all rows with that `created`, such
-    as all that an earlier version stored, so there are two queries.
+    """Returns the newest first. Uses two queries, because for `(created, rowid) < (?, ?)` SQLite would visit all rows
+    with that `created`, such as all that an earlier version stored.
     """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"

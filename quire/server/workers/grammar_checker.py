@@ -68,7 +68,7 @@ class GrammarChecker:
     ) -> None:
         """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
         complex, and the errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names.
-        An error names a part that is wrong alone, because the caller wrote only the part.
+        If a part alone is wrong, the error names it, because the caller wrote only the part.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)

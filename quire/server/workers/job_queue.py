@@ -1,5 +1,5 @@
-"""Chooses the next job. Tenants take turns by the time they have used, and so do the kinds of a tenant's jobs. Within a
-kind, small and old jobs come first.
+"""Chooses the next job. The tenant whose jobs have used the least time goes first; within a tenant, the same holds for
+kinds of jobs. Within a kind, small and old jobs come first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class WorkerSlotClaim:
 
     @property
     def duration_class(self) -> int:
-        """Groups jobs that take about as long. Many jobs of one class do not delay another, even of the same tenant."""
+        """Groups jobs of similar duration. Many jobs of one class do not delay another class, even of the same
+        tenant.
+        """
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
@@ -53,7 +55,7 @@ class JobQueue:
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Worker seconds divided by the tenant's weight, for tenants with jobs here."""
+        """Worker seconds divided by the tenant's weight, for tenants with waiting or running jobs."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
 

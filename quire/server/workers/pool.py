@@ -1,4 +1,4 @@
-"""The server's side of body workers: picks the next job, gives it a process, and kills that if needed."""
+"""The server's side of body workers: picks the next job, gives it a process, and kills the process if needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLEARED_API_KEYS: dict[str, object] = {
     "admin_api_key": [],
     "metrics_api_key": [],
 }
-"""Workers run callers' templates, and need not know these."""
+"""Keys are hidden from workers, because they run callers' templates."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
 """When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates memory under a lock, and
 deadlocks.
@@ -54,10 +54,10 @@ class _WorkerProcess:
 
 
 class _WorkerKilled(Exception):
-    """From outside, as far as is known."""
+    """Killed from outside, as far as is known."""
 
     def __init__(self, error: Exception) -> None:
-        """`error`: the request's, if it ends another worker too."""
+        """`error`: raised to the request if another worker is killed too."""
         self.error = error
 
 
@@ -79,7 +79,7 @@ class WorkerPool:
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """A tenant gets more only while others keep as many."""
+        """With API keys, a tenant must leave as much free as it uses."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
@@ -111,9 +111,9 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Runs `work` on a body's joined pieces in a worker; cancelling kills the worker. `is_slow`: see
-        WorkerSlotClaim. `extra_bytes`: size of the function's own arguments. Raises the errors of `work`, Overloaded if
-        too many jobs wait or the worker stands still, and InvalidRequest beyond a worker's time or memory.
+        """Runs `work` on a body's joined pieces in a worker. Cancelling kills the worker. `is_slow`: see
+        WorkerSlotClaim. `extra_bytes`: size of the arguments bound to `work`. Raises the errors of `work`, Overloaded
+        if too many jobs wait or the worker hangs, and InvalidRequest beyond a worker's time or memory.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -211,7 +211,7 @@ class WorkerPool:
                 raise self._shutdown_error from None
             if watch.has_killed:
                 raise Overloaded(STALLED) from None
-            cause = exit_signal(worker.pid)  # limits end a worker by other signals, or it exits
+            cause = exit_signal(worker.pid)  # limits end a worker by other signals or by an exit
             if cause not in (signal.SIGKILL, None) or oom_kills() != kills_before:
                 raise limit_error from None
             raise _WorkerKilled(Overloaded(KILLED) if cause == signal.SIGKILL else limit_error) from None
@@ -273,7 +273,7 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await process.stop(0.0)  # it died, cannot fork, or stood still; the next try starts another one
+                await process.stop(0.0)  # it died, cannot fork, or hung; the next try starts another one
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
@@ -320,7 +320,7 @@ class WorkerPool:
 
 
 STALL_SECONDS = 5.0
-"""A process that has work, could compute, and does nothing for this long is killed."""
+"""A process that has work and could compute, but does nothing for this long, is killed."""
 _POLL_SECONDS = 0.25
 
 
@@ -343,7 +343,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kills the process if it stands still during the block."""
+    """Kills the process if it hangs during the block."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -1,10 +1,10 @@
-"""`python -m quire.server.workers.worker FD`: loads what turns text into tokens, and forks body workers. They share
+"""`python -m quire.server.workers.worker FD`: loads what turns text into tokens, and forks body workers. Workers share
 that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller, is
-simply killed. All end with the server.
+killed. All end with the server.
 Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's socket.
 The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is a
 library's object, functions are bound to body classes, and results are pydantic models or hold functions that write
-answers. Both ends belong to one start of the server.
+answers. Pickling is safe, because both ends belong to one start of the server.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
 
 
 def _reap_ended_workers() -> None:
-    """Not earlier, because the server reads from /proc what ended a worker."""
+    """Runs only before a fork, because the server reads from /proc what ended a worker."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

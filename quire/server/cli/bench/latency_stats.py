@@ -16,11 +16,11 @@ class BenchAnswer:
     chunk_times: Sequence[float]
     prompt_tokens: int
     completion_tokens: int
-    """Number of chunks if the server does not report it."""
+    """The number of chunks if the server does not report tokens."""
 
     @property
     def gaps(self) -> list[float]:
-        """In seconds. A chunk may have several tokens."""
+        """Seconds between chunks. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -63,7 +63,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Takes seconds; None if there are none."""
+    """Returns None if there are no samples."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -106,6 +106,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Poisson process; `rate` in requests per second."""
+    """Seconds of a Poisson process; `rate` in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

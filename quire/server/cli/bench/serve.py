@@ -183,7 +183,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Sends chats, which take no ids, words that are single tokens in most vocabularies."""
+    """Chats take no ids, so they get words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 MAX_TOKENS = 8
 LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
-"""Of servers still loading; None: no response."""
+"""Statuses of servers still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""A cheap HTTP/1.1 client for server-sent events, because it usually shares the server's processor. The transport's
-callback reads chunks, and the request's task wakes once, at the end.
+"""An HTTP/1.1 client for server-sent events. It is cheap, because it usually shares the server's processor: the
+transport's callback reads chunks, and the request's task wakes once, at the end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Posts to /v1/`path`, and calls `on_event` for each event until [DONE], in the transport's callback. A
-        ValueError from it ends the stream. Raises StreamError.
+        """Posts to /v1/`path`. Until [DONE], calls `on_event` for each event, in the transport's callback. A ValueError
+        of `on_event` ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:

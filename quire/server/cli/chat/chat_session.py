@@ -23,7 +23,7 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer; empty if its stream reports none."""
+    """Usage of the last answer; empty if the stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending
@@ -70,7 +70,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Takes a saved conversation or a list of messages; keeps the model. Raises ConfigError."""
+        """Reads a saved conversation or a list of messages; the model stays. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Streams Markdown: prints finished blocks for good, and redraws the current one."""
+"""Streams Markdown: prints finished blocks permanently, and redraws the current one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 _CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
-"""A line that begins so may continue a list, quotation or table after a blank line."""
+"""A line that begins like this may continue a list, quotation or table after a blank line."""
 _REFRESHES_PER_SECOND = 12
 
 

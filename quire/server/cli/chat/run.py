@@ -28,7 +28,7 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
-"""Ollama's switches for what is our default."""
+"""Ollama's switches for Quire's defaults."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -106,7 +106,7 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Piped text, then the words; None if there is neither."""
+    """Returns piped text, then the words; None if there is neither."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
@@ -140,7 +140,7 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """(None, None): start an engine."""
+    """(None, None): an engine must be started."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model

@@ -38,7 +38,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def pull_configured_model_if_missing(config: EngineConfig) -> None:
-    """Runs before the engine starts, so that one process downloads, visibly. Raises ModelError."""
+    """Runs before the engine starts, so that one process downloads with visible progress. Raises ModelError."""
     if needs_download(config.model, config.revision):
         download_model(config.model, config.revision)
 

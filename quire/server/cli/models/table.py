@@ -25,12 +25,12 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Length of the context that must fit, and for which memory is shown."""
+"""Context length that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
 _LAPTOP_FLOPS = 1e12
-"""16-bit, roughly; memory bounds a single stream."""
+"""Rough 16-bit operations per second; memory bounds a single stream."""
 _EMBEDDING_BITS = 6.5625
-"""Q6_K, for tied embeddings in 4-bit files."""
+"""Bits of Q6_K, for tied embeddings in 4-bit files."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
 _HEADER = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
 

@@ -61,7 +61,7 @@ _SHOWN_FLAGS = (
 class _ModelToPlan:
     raw: dict[str, Any]
     folder: Path | None
-    """None: not on this machine."""
+    """None if not on this machine."""
     sizes: ModelSizes
     stored: CheckpointSize | None
 

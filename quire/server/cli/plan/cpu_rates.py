@@ -1,4 +1,4 @@
-"""This CPU's bandwidth and arithmetic, measured with the kernels in a process and cached."""
+"""This CPU's bandwidth and arithmetic, measured with Quire's kernels in a process, and cached."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Measures if the cache is empty or a day old. Keeps the better figures, because other programs only lower them.
-    None: no kernels for this processor.
+    """Measures if the cache is empty or a day old. Keeps the better of old and new figures, because other programs only
+    lower them. Returns None without kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)

@@ -23,11 +23,11 @@ class DraftPlan:
     speculative_config: SpeculativeConfig
     stored: CheckpointSize
     sizes: ModelSizes | None
-    """None: no KV of its own."""
+    """None: the draft has no own KV."""
 
     @property
     def is_separate_model(self) -> bool:
-        """A separate model's KV is not stored in tiers; that of heads is."""
+        """A separate model's KV is not stored in tiers; heads' KV is."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
@@ -67,7 +67,7 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Returns bytes per request and device, outside KV blocks; see worker/device_memory.py. One of
+    """Returns bytes per request and device, outside KV blocks; see worker/device_memory.py. Only one of
     `num_devices_per_memory` devices drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
@@ -77,7 +77,7 @@ def state_slot_bytes(
 def plan_draft(
     speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
 ) -> DraftPlan | None:
-    """None: drafting needs no weights. `served`: config.json. Raises ModelError."""
+    """None: drafting needs no weights. `served`: the served model's config.json. Raises ModelError."""
     if speculative_config is not None and speculative_config.method == "mtp":
         return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:

@@ -1,5 +1,5 @@
 """Estimates what fits in memory, and how fast the model can be. By the roofline model (Williams et al., 2009), a step
-takes at least as long as reading its weights and keys once, and as its arithmetic.
+takes at least as long as its arithmetic, and at least as long as reading its weights and keys once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Estimate:
     device_weight_bytes: int = 0
     step_bytes: int = 0
     num_blocks: int = 0
-    """What a server started with `flags` allocates."""
+    """Blocks that a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
     kv_cache_dtype: str = "auto"
     """"auto" means `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
-    """(context length, how many fit), for powers of two."""
+    """(context length, how many such contexts fit), for powers of two."""
     adapter_bytes: int = 0
     draft_bytes: int = 0
     state_bytes: int = 0
@@ -98,7 +98,7 @@ class Estimate:
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """All streams together. None: unknown machine speed."""
+        """Counts all streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

@@ -179,7 +179,7 @@ class EstimateBuilder:
         return count * num_weights * self._width
 
     def _vision_tower_bytes(self) -> int:
-        """Each rank of the first pipeline stage has all of it."""
+        """Each rank of the first pipeline stage holds the whole tower."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
     def _count_kv_token_bytes(self) -> _KVBytesPerToken:
@@ -262,8 +262,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough value, which the engine measures: 20 hidden states per token of `width` bytes per number, and copies of
-    the logits.
+    """A rough value: 20 hidden states per token, `width` bytes per number, and copies of the logits. The engine
+    measures instead.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
@@ -280,7 +280,7 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """On a GPU, with the encoder cache. `width`: bytes per number."""
+    """On a GPU, includes the encoder cache. `width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:

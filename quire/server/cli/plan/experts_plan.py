@@ -54,7 +54,7 @@ def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, d
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """The most experts of a device, relative to an even division."""
+    """Largest number of experts on a device, relative to an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

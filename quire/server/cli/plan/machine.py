@@ -19,7 +19,7 @@ _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
-"""Tokens per rank if ranks divide tokens."""
+"""Tokens per block and rank if ranks divide tokens."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
 """Tokens per block for most attention backends, and for most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
@@ -54,7 +54,7 @@ class Machine:
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """They are on one machine, each with `count` devices."""
+    """Replicas on this machine. Each has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None: another machine's, or unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -78,9 +78,9 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Returns tokens, by attention backend. "auto" means flash-attn if possible, assuming that everything is
-        installed. `is_8_bit`: flash-attn's larger blocks do not hold 8-bit KV. `block_size`: used if the backend has
-        it.
+        """Returns tokens per block, by attention backend. "auto" means flash-attn if possible, assuming that everything
+        is installed. `is_8_bit` excludes flash-attn, whose larger blocks cannot hold 8-bit KV. `block_size`: used if
+        the backend has it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -96,7 +96,7 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Follows the engine's rule. `step_bytes`: what the largest step takes on a GPU."""
+        """Follows the engine's rule. `step_bytes`: maximum bytes of a step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Machine:
     if inside := [gpu for known, gpu in cards.items() if _gpu_name_words(known) <= words]:
         return max(inside, key=lambda gpu: len(gpu.name))
     close = [known for known in cards if plain_name in _normalize_gpu_name(known)]
-    if len(close) == 1 and _normalize_gpu_name(close[0]).endswith(plain_name):  # 4090
+    if len(close) == 1 and _normalize_gpu_name(close[0]).endswith(plain_name):  # for example, 4090
         return cards[close[0]]
     hint = f"did you mean {' or '.join(close)}" if close else f"it has {', '.join(cards)}"
     asks = "?" if close else ""

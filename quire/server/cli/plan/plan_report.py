@@ -198,7 +198,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """Bytes, tokens and seconds."""
+    """In bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -345,7 +345,7 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
 
 
 def _serve_command(name: str, flags: Sequence[str]) -> str:
-    """`quire serve` takes directories, but a plan also takes a config.json."""
+    """Removes config.json from a path, because `quire serve` takes only directories."""
     model = str(Path(name).parent) if name.endswith(".json") else name
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 
@@ -356,7 +356,7 @@ _ROUNDING_MIB = 4
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # whole MiB that add up: the difference goes to the largest step or to Quire itself
+    # whole MiB whose sum is right: the difference goes to the largest step or to Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)

@@ -8,7 +8,7 @@ _DEFAULTS = EngineConfig()
 
 
 def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None, seqs: int) -> tuple[str, ...]:
-    """`context` None: the model's own. `seqs`: maximum requests."""
+    """`context` None: the model's own context. `seqs`: maximum requests."""
     machine = estimate.machine
     config = estimate.config
     parallelism = "pipeline" if machine.stages > 1 else "tensor"

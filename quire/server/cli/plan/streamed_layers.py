@@ -33,7 +33,7 @@ class StreamedLayersPlan:
 
     @property
     def max_steps_per_second(self) -> float:
-        """Reading limits the speed. For a disk, the result is per GB/s."""
+        """Reading limits the speed. For a disk, the result is per GB/s read."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

@@ -12,7 +12,7 @@ from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24
-"""12-bit compression of linears saves a quarter, except few uncompressed weights (kernels/cpu/compress12.h)."""
+"""12-bit compression of linears saves a quarter, minus a few uncompressed weights (kernels/cpu/compress12.h)."""
 
 
 def total_and_device_weight_bytes(
@@ -25,8 +25,8 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """Returns all weights as read, and one device's as stored. `in_8_bits`: the embedding too. `expanded`: see
-    Machine.expands_weights; requires `quantized` None.
+    """Returns bytes of all weights as read, and of one device's as stored. `in_8_bits`: the embedding has 8 bits too.
+    `expanded`: see Machine.expands_weights; requires `quantized` None.
     """
     width = DTYPE_BYTES[dtype]
     weights = (
@@ -70,8 +70,8 @@ def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) ->
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Returns bytes per device: both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized
-    one. `bits`: of a quantized embedding.
+    """Returns bytes per device. Both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized
+    head. `bits`: per number of a quantized embedding.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -87,7 +87,7 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """(model, KV), as worker/device_plan.py would choose; KV "auto" is the model's."""
+    """(model dtype, KV dtype), as worker/device_plan.py would choose; KV "auto" means the model's."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

@@ -21,7 +21,7 @@ from quire.server.cli.unknown_flags import parse_flags
 QUANTIZATION_FORMATS = ("int8", "w8a8", "int4", "fp8")
 """w8a8 is an alias of int8."""
 _DEFAULT_STRENGTH = 0.5
-"""SmoothQuant's for most models."""
+"""SmoothQuant's value for most models."""
 
 
 def main(argv: Sequence[str], started: float) -> int:

@@ -16,7 +16,7 @@ from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
 MAX_TOTAL_TOKENS = 16_384
-"""More change little: only each input's maximum counts, and large inputs are large everywhere."""
+"""More tokens change little, because only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
 
 
@@ -27,7 +27,7 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Takes each line's beginning in a .jsonl file, or all of another text. Raises ConfigError."""
+    """Reads the beginning of each line of a .jsonl file, or all of another text. Raises ConfigError."""
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:

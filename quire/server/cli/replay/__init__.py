@@ -97,7 +97,7 @@ async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> i
 
 
 def escape_unprintable(text: str) -> str:
-    """Control characters could overwrite terminal lines."""
+    """Escapes control characters, which could overwrite terminal lines."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -160,7 +160,7 @@ def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """Read JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
+    """Read JSON lines, stream events, or a whole file with one receipt. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -188,7 +188,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Takes the receipt's settings, unless given. Raises ConfigError if its model cannot be found."""
+    """Takes the receipt's settings unless flags set them. Raises ConfigError if the receipt's model cannot be found."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
@@ -205,7 +205,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """Digests are hexadecimal. Raises ConfigError and InvalidRequest."""
+    """Keys are hexadecimal digests. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

@@ -63,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """True if refused, but not for lack of capacity or time."""
+    """True if refused for a reason other than lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -85,8 +85,8 @@ def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
     """Returns answered and permanently refused custom_ids. Removes an incomplete last line and failures of `requested`
-    ids, permanent ones only with `retry_refused`. Raises ConfigError, and changes nothing, if the file is not an output
-    of this command.
+    ids; permanent failures only with `retry_refused`. Raises ConfigError, and changes nothing, if the file is not an
+    output of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()

@@ -15,7 +15,7 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""These have no effect; results are appended as they finish. Values: number of a flag's arguments."""
+"""Flags without effect; results are appended as they finish. Values are a flag's number of arguments."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
