@@ -96,5 +96,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """Released when the request is answered. Raises Overloaded."""
+    """The bytes are freed when the request is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

@@ -49,7 +49,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Exit with status 0 until a draining server handles the signals."""
+    """Both signals exit with status 0 until a draining server handles them."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -77,7 +77,7 @@ def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> 
 
 
 def dump_threads_on_signal() -> None:
-    """SIGUSR1 would otherwise end the process."""
+    """Without this, SIGUSR1 would end the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 

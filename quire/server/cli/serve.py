@@ -51,7 +51,7 @@ _GC_THRESHOLDS = 5000, 10, 20
 defaults scanned all objects 34 times, 20 to 30 ms each; these thresholds did so twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""With Python's 5 ms, a stream's first token waited 5 ms for the thread that writes to --data-dir."""
+"""With Python's default of 5 ms, a stream's first token waited 5 ms for the thread that writes to --data-dir."""
 
 
 def main(argv: Sequence[str], started: float) -> int:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def determinism_label(info: EngineInfo) -> str:
-    """Part of every answer's system_fingerprint."""
+    """Returns part of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 

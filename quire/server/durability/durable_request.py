@@ -102,7 +102,7 @@ class DurableRequest(ABC):
         return client.submit(requests, resolved.answer_id)
 
     async def persist(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Call before the first event is sent. On failure, close `running`."""
+        """Call before the first event is sent. Closes `running` on failure."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
         """Returns a writer whose events have ids from which a client can resume. The base class returns `writer`."""

@@ -48,12 +48,12 @@ _WEBSOCKETS_METRIC = "quire:websocket_connections"
 _START_TIME_METRIC = "process_start_time_seconds"
 _OWN_GAUGES = (_IN_FLIGHT_METRIC, _WEBSOCKETS_METRIC, _START_TIME_METRIC)
 _IN_PROCESS_SERVER = ("batch", None)
-"""Value of `server` in the server's own requests."""
+"""The scope's `server` in requests that the server makes itself."""
 
 
 class HttpMetrics(Collector):
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """The label `handler` holds a template of `routes`."""
+        """The label `handler` is a path template of `routes`."""
         self._routes = routes
         self._registry = CollectorRegistry()
         registry = self._registry

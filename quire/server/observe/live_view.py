@@ -25,7 +25,7 @@ OVERLAP_SECONDS = 4
 
 
 class LiveView:
-    """All streams get the same events; slow readers skip some. Without streams, no views are taken."""
+    """Events are shared by all streams; slow readers skip some. Without streams, no views are taken."""
 
     def __init__(self, client: EngineClient, rolling_stats: RollingStats) -> None:
         self.state_event = b""
@@ -48,7 +48,7 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """Otherwise a server that waits for open requests would never end."""
+        """Ends them, because otherwise a server that waits for open requests would never end."""
         for stream in list(self._streams):
             stream.close_stream()
 

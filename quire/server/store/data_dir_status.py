@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPEN_BATCHES_KEY = "open"
-"""Counts of ended processes are not added."""
+"""Under this key, ended processes do not count."""
 
 
 @dataclass(frozen=True, slots=True)

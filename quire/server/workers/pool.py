@@ -66,8 +66,8 @@ _pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
-    """Runs functions of a body, the model and the configuration. `start_fork_server`, or the first job, starts the
-    process that forks workers.
+    """Runs functions that take a body, the model and the configuration. `start_fork_server`, or the first job, starts
+    the process that forks workers.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
-    """Changes with the processor, its usable cores and the kernels."""
+    """The key changes with the processor, its usable cores and the kernels."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"

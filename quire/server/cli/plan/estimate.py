@@ -47,7 +47,7 @@ class Estimate:
     block_bytes: int
     block_needs: KVBlockNeeds
     layer_block_bytes: int
-    """Bytes of one layer, undivided."""
+    """One layer's bytes per block, undivided among devices."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
     step_bytes: int = 0

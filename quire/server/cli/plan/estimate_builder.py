@@ -169,7 +169,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """Counts the maximum rank on all linears; on CPUs also cached adapters."""
+        """Assumes the maximum rank on all linears; on CPUs, adds cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:

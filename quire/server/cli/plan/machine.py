@@ -29,7 +29,7 @@ FLASH_BLOCK_SIZES = {
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit. It also needs 16-bit numbers and bfloat16 support."""
+"""flash-attn's limit; flash-attn also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
 """Memory besides weights and KV cache, measured on Linux."""
 

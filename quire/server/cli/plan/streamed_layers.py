@@ -33,7 +33,7 @@ class StreamedLayersPlan:
 
     @property
     def max_steps_per_second(self) -> float:
-        """Reading limits the speed. For a disk, the result is per GB/s read."""
+        """Reading limits the speed. Multiply a disk's result by its GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes
@@ -44,7 +44,7 @@ class StreamedLayersPlan:
 def plan_streamed_layers(
     config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, device_weight_bytes: int
 ) -> StreamedLayersPlan:
-    """`device_weight_bytes`: without streaming."""
+    """`device_weight_bytes`: weight bytes without streaming."""
     from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
     if offloaded and not machine.gpu:
         return StreamedLayersPlan(
