@@ -26,8 +26,8 @@ def create_app(
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function raises
-    those of `build_app`. `link`: see `build_app`; a SharedClient is its own link.
+    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function itself
+    raises the errors of `build_app`. `link`: see `build_app`; a SharedClient is its own link.
     """
     config = source.config
     tenants = Tenants(config)

@@ -17,7 +17,7 @@ from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolStrictLevel = Literal["auto", "function", "parameter"]
-"""vLLM's."""
+"""vLLM's levels."""
 ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"

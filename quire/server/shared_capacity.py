@@ -12,7 +12,7 @@ class BytesByOwner:
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Sizes before the transaction of owners that it changed; None outside a transaction."""
+        """The transaction's changed owners, with their earlier sizes; None outside a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)

@@ -89,7 +89,7 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields line numbers, which begin at 1 and count empty lines, and lines."""
+    """Yields number and line. Numbers begin at 1 and count empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 

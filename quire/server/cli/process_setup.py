@@ -49,7 +49,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Both signals exit with status 0 until a draining server handles them."""
+    """Both signals end the process with status 0 until a draining server handles them."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -60,7 +60,9 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal` in the loop. After the block, signals exit at once, except SIGHUP, which is ignored."""
+    """Calls `on_signal` in the loop. After the block, signals end the process at once, except SIGHUP, which is
+    ignored.
+    """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)

@@ -10,7 +10,7 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     came_with_token: bool
-    """False if the choice ended after its last token."""
+    """False if the end came separately, after the last token."""
 
 
 class CallProgress(msgspec.Struct):

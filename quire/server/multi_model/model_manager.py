@@ -144,7 +144,7 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """Models that share memory stay awake in time slices only."""
+        """If models share memory, keeps `member` awake only in time slices."""
         member.num_open += 1
         member.last_used_at = clock.monotonic()
         self._change_event.set()

@@ -106,6 +106,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds of a Poisson process; `rate` in requests per second."""
+    """Arrival seconds of a Poisson process; `rate` in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))
