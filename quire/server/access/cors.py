@@ -57,7 +57,7 @@ class WebSocketOriginMiddleware:
 
 
 class PreflightRefusalLogMiddleware:
-    """Logs the flag's name once, because the page's user gets no useful message."""
+    """Logs the name of --allowed-origins once, because the page's user gets no useful message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

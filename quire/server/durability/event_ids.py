@@ -41,8 +41,8 @@ class EventIdWriter(AnswerWriter):
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
         """`is_journaled_step` is None if tokens are reproducible. Otherwise it is True while steps repeat journaled
-        tokens; after them, raises Conflict if the reader has seen more events than they made, because later ones might
-        differ.
+        tokens. At the first later step, raises Conflict if the reader has seen more events than the journaled steps
+        made, because events might differ.
         """
         self._writer = writer
         self._is_journaled_step = is_journaled_step

@@ -162,7 +162,7 @@ def _per_engine_and_label(
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Counts calls that this process refused, by reason, and answers given up."""
+    """Counts calls that this process refused, by reason, and answers aborted for slow readers."""
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
