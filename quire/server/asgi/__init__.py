@@ -24,7 +24,7 @@ from quire.server.runtime.model_spec_loader import load_served_model_spec
 
 
 def create_app() -> FastAPI:
-    """Its lifespan starts and stops the engine. Raises ConfigError."""
+    """The app's lifespan starts and stops the engine. Raises ConfigError."""
     config = load_settings(ServerConfig, {}, other_settings=ServerConfig.model_fields)
     for name in ("api_server_count", "nnodes"):
         refuse_setting_if(

@@ -74,7 +74,7 @@ insert into line_counts
 create index lines_by_number on lines (batch, failed, number) where failed is not null;
 create table upgrade (at real not null);
 """
-"""- `created`: Unix seconds. 0 if an earlier version stored the object; then `upgrade` counts.
+"""- `created`: Unix seconds. 0 if an earlier version stored the object; then the time in `upgrade` counts.
 - `items_key`: the items' `parent`; null means the object's id. Replacements get a new key, so that old items can be
   deleted later.
 - `garbage`: rows to purge: `items` with the key `name`, or `lines` of the batch `name`. Unfinished items are listed

@@ -4,7 +4,7 @@ killed. All end with the server.
 Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's socket.
 The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is a
 library's object, functions are bound to body classes, and results are pydantic models or hold functions that write
-answers. Pickling is safe, because both ends belong to one start of the server.
+answers. Both ends run the same code, because they belong to one start of the server.
 """
 
 from __future__ import annotations

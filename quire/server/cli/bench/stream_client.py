@@ -117,7 +117,7 @@ class _StreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends a response with neither length nor chunks."""
+        """Ends a response that has neither length nor chunks."""
         self.is_reusable = False
         self._resolve_response_future("the connection was closed before the end of the answer")
 
