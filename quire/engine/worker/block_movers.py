@@ -1,5 +1,5 @@
-"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
-scales if it is 8-bit.
+"""Copies KV blocks between device and host (engine/tiers). A block's bytes are the bytes of all its tensors in order,
+including the scales of an 8-bit KV cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`identity`: everything that the bits depend on. `on_claim` receives blocks about to be written."""
+    """Choose by the tensors' device. `identity` names everything that the blocks' bits depend on. `on_claim` receives
+    the ids of blocks that are about to be written; only the host's mover calls it.
+    """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
 
@@ -27,7 +29,7 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """NumPy blocks neither Python nor PyTorch's threads."""
+    """Copies with NumPy, which holds neither Python's lock nor PyTorch's threads."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)
@@ -51,13 +53,13 @@ class HostBlockMover:
             tensors[:, block] = part
 
     def _iter_parts(self, block_content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of [tensors, blocks, bytes] and one block's [tensors, bytes]."""
+        """Yields pairs: a tensor group [tensors, blocks, bytes], and its bytes of one block [tensors, bytes]."""
         for tensors, begin, end in zip(self._tensors, [0, *self._part_ends], self._part_ends, strict=False):
             yield tensors, block_content[begin:end].reshape(len(tensors), -1)
 
 
 class CudaBlockMover:
-    """Uses pinned memory and its own streams, which wait for earlier work."""
+    """Uses pinned memory, and streams of its own that wait for work already queued on the compute stream."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str) -> None:
         device = tensors[0].device
@@ -69,7 +71,7 @@ class CudaBlockMover:
         self._read_stream, self._write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """Nothing prefaults GPU blocks."""
+        """Does nothing, because GPU blocks are not prefaulted."""
 
     @torch.inference_mode()
     def read_block(self, block: int) -> memoryview:
@@ -93,5 +95,5 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """[tensors, blocks, bytes], same memory."""
+    """Returns a view [tensors, blocks, bytes] of the same memory."""
     return tensor.view(torch.uint8).flatten(2)

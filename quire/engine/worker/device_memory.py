@@ -43,11 +43,11 @@ from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_
 _PREFAULT_FRACTION = 1 / 8
 _PREFAULT_BYTES = 512 * 2**10
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""Found in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
+"""PyTorch raises RuntimeErrors with these texts on hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError if kv_cache_memory exceeds the devices' memory."""
+    """Raises ConfigError if kv_cache_memory exceeds the memory of the host or of the GPUs."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -60,7 +60,9 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Bytes left with weights loaded and `step_bytes` reserved. Raises ConfigError."""
+    """Returns the bytes left for the KV cache once weights are loaded and `step_bytes` are reserved. Raises
+    ConfigError.
+    """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
@@ -86,8 +88,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound before weights are loaded. Per-position tables must not grow with config.json's claims.
-    `token_bytes`: of all layers.
+    """Returns an upper bound, before weights are loaded. It keeps per-position tables from growing with the context
+    length that config.json claims. `token_bytes`: KV bytes of a token in all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -95,13 +97,13 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
         budget = int(config.kv_cache_memory * GIB)
     else:
         budget = MAX_DEFAULT_CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
-    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # heads are sharded
+    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # heads are divided among ranks
     return max(budget // token_bytes, block_size)
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: of layers that keep
-    every token.
+    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: KV bytes of a token in
+    the layers that keep every token.
     """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
     if config.num_kv_blocks is None and config.kv_cache_memory is None and device.type == "cpu":
@@ -118,19 +120,19 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
 class StepReserve(NamedTuple):
     step_bytes: int
     graph_bytes: int = 0
-    """For CUDA graphs, assumed before they are captured."""
+    """Estimated bytes of CUDA graphs, which are not captured yet."""
 
 
 class AvailableMemory(NamedTuple):
     kv_bytes: int
     graph_bytes: int
-    """Set aside for CUDA graphs."""
+    """Estimated bytes of CUDA graphs, already subtracted from kv_bytes."""
 
 
 def measure_available_memory(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> AvailableMemory:
-    """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call this at the same time."""
+    """`image_bytes`: a GPU's peak memory while it encodes an image. All GPU ranks must call this at the same time."""
     reserve = find_step_reserve(model, model_config, backend, config)
     reserved = max(reserve.step_bytes, image_bytes) + reserve.graph_bytes + (ENCODER_CACHE_BYTES if image_bytes else 0)
     kv_bytes = kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)
@@ -138,7 +140,7 @@ def measure_available_memory(
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> StepReserve:
-    """For the largest step on a GPU, for adapters on a CPU."""
+    """On a GPU, measures the largest step. On a CPU, returns the bytes of the LoRA adapters."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return StepReserve(0)
@@ -152,7 +154,9 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> StepReserve:
-    """Run the largest step on a dummy KV cache. The bytes are its peak beyond weights and KV cache."""
+    """Run the largest step on a dummy KV cache. Returns the step's peak memory in bytes, without weights and KV cache,
+    and an estimate for CUDA graphs.
+    """
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -200,7 +204,9 @@ def prefill_metadata(
     groups: int = 1,
     context_shard: ContextShard | None = None,
 ) -> AttentionMetadata:
-    """`seqs` full prompts on their own blocks. Tokens outside `context_shard` go to one more block."""
+    """Describes a step with `seqs` whole prompts of `length` tokens, each in its own blocks. Keys and values of tokens
+    outside `context_shard` go to one extra block.
+    """
     blocks_per_seq = -(-length // block_size)
     table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
     positions = torch.arange(length, device=device).repeat(seqs)
@@ -242,15 +248,16 @@ def block_bytes(model: KVModule) -> int:
 
 
 def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
-    """`places`: layers per block in all pipeline stages."""
+    """`places`: the layers per block, summed over all pipeline stages."""
     if model.groups.num_groups > 1:
         return block_bytes(model) * places // model.groups.layers_per_block * model.groups.num_groups
     return model.all_stages_block_bytes
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Stacks tensors of one kind as [tensors, blocks, ...], so that one operation covers a block in all layers. Zeroed
-    except on the host, because kernels read unwritten blocks before a window with weight 0.
+    """Stacks tensors of the same shape and dtype as [tensors, blocks, ...], so that one operation covers a block in all
+    layers. Device tensors are zeroed, because kernels also read unwritten blocks before a sliding window, with weight
+    0. Host tensors are not.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -266,7 +273,9 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """By layer index in the block. Slots are written before they are read."""
+    """Returns each layer's states, in the order of the model's layers. Host tensors are not zeroed, because slots are
+    written before they are read.
+    """
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
@@ -289,7 +298,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Results are wrong, because layers of equal shape share tensors."""
+    """Layers with equal shapes share their tensors, so what a step computes with this cache is wrong."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -302,15 +311,15 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks in idle moments. A first touch of 4 KB takes a microsecond, or ten on some virtual
-    machines, where that is 7 % of a small model's prefill.
+    """Touches host KV blocks while the engine is idle. The first touch of a 4 KB page takes a microsecond, or ten on
+    some virtual machines, where that adds up to 7 % of a small model's prefill time.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._cache_tensors = [cache for layer in kv_cache for cache in layer]
         self._num_blocks = (
             len(self._cache_tensors[0]) if self._cache_tensors else 0
-        )  # a stage may have slot states only
+        )  # a pipeline stage may have slot states only
         self._blocks_per_touch = max(
             _PREFAULT_BYTES // max((cache[0].nbytes for cache in self._cache_tensors), default=1), 1
         )
@@ -318,7 +327,7 @@ class KVPrefaulter:
         self._num_used = self._num_touched = self._next_tensor = 0
 
     def mark_used(self, block_ids: Iterable[int]) -> None:
-        """Never touch these blocks from now on."""
+        """From now on, touch neither these blocks nor any with a smaller id."""
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
@@ -340,7 +349,7 @@ class GpuMemory(NamedTuple):
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
-    """None for devices other than CUDA."""
+    """Returns None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -388,7 +397,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """`backend` is None for encoders."""
+    """Encoders have no `backend` (None)."""
     advice = (
         "serve a smaller model"
         if backend is None
@@ -405,7 +414,7 @@ def _smaller_weights_advice(*, keeps_weights_quantized: bool) -> str:
 
 
 def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:
-    """Raises ConfigError."""
+    """Raises ConfigError if memory runs out."""
     param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
     with explain_out_of_memory(f"{num_blocks} blocks of KV cache", param, "Lower it, or --max-model-len"):
         return allocate_kv_blocks(model, num_blocks)

@@ -49,15 +49,15 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""NVIDIA's minor version compatibility table has these."""
+"""From NVIDIA's CUDA minor version compatibility table: the oldest driver for each CUDA major version."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
-"""With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
-first product.
+"""Disables AMX in oneDNN. With AMX, a row's bfloat16 product depends on the number of rows (seen for 12 to 32 rows).
+oneDNN reads this setting before its first product.
 """
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError for unsupported attention or recurrence."""
+    """Raise ConfigError if the device cannot compute the model's attention or recurrent layers."""
     kind, error = model.model_type, None if device.type == "cpu" else spec.gpu_error
     refuse_setting_if("device", error and f"{error} ({kind}): --device cpu")
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
@@ -69,12 +69,12 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 
 def check_kv_dtype_supports_attention(kv_dtype: torch.dtype, spec: DecoderSpec) -> None:
-    """Raise ConfigError for a quantized KV cache that attention cannot read."""
+    """Raise ConfigError if the KV cache is quantized and the model's attention cannot read it."""
     refuse_setting_if("kv_cache_dtype", kv_dtype in QUANTIZED_KV_DTYPES and spec.quantized_kv_error)
 
 
 def configure_cpu(config: EngineConfig) -> None:
-    """Splits threads evenly among local ranks."""
+    """Divides CPU threads evenly among the ranks of this machine, and sets oneDNN's instruction set."""
     ranks, threads = config.local_world_size, config.threads
     if threads is None:
         threads = torch.get_num_threads()
@@ -85,7 +85,7 @@ def configure_cpu(config: EngineConfig) -> None:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError if a GPU that is requested, or has a driver, cannot be used."""
+    """Raises ConfigError if a GPU was requested, or an NVIDIA driver is loaded, and PyTorch cannot use it."""
     if config.device in OTHER_DEVICES:
         try:
             other = require_other_device(config.device)
@@ -103,15 +103,15 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
-    """Raises ConfigError."""
+    """Sets a GPU's default max_num_batched_tokens if the user set none. Raises ConfigError."""
     if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
         return config
     return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Raises ConfigError if this replica would share its GPU with others. Replicas with their own GPUs are started with
-    --device cuda or xpu (client/replica_shares.py).
+    """Returns `device`. Raises ConfigError if this replica would share its GPU with other replicas. Replicas that have
+    GPUs of their own are started with --device cuda or xpu (client/replica_shares.py).
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
@@ -126,7 +126,7 @@ def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> tor
 
 
 def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for settings that need a CPU or CUDA."""
+    """Raises ConfigError for settings that need a CPU or a CUDA GPU."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
@@ -136,13 +136,13 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
     tiers = f"{where}blocks are offloaded only from CPUs and CUDA GPUs so far"
     for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
         refuse_setting_if(name, bool(getattr(config, name)) and tiers)
-    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # MPS has no float8
+    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # Apple's GPUs (MPS) have no float8
         eight = str(getattr(config, name)).startswith("fp8")
         refuse_setting_if(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
-    """None without a driver, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
+    """Returns None if no NVIDIA driver is found, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
@@ -188,7 +188,7 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why this is not the checkpoint's dtype."""
+    """Why the dtype differs from the checkpoint's; None if it does not."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -213,8 +213,9 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32. Older GPUs have tensor
-    cores only for float16.
+    """Returns the dtype, and a note if it differs from the checkpoint's. Replaces float16 on CPUs, where it is slow.
+    Replaces float32 on GPUs from Ampere on, which compute bfloat16 many times as fast. Replaces bfloat16 on older GPUs,
+    whose tensor cores support only float16. Raises ConfigError.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -229,17 +230,17 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """True for quantized weights in Quire's CPU kernels, which round activations anyway: most of the error would come
-    from a bfloat16 residual stream. Takes 5 to 10 % more time.
+    """True for quantized weights in Quire's CPU kernels. They round activations anyway, so a bfloat16 residual stream
+    would cause most of the error. float32 takes 5 to 10 % more time.
     """
-    if config.dtype != "auto" or not uses_float32_activations(model.raw):  # first: avoids loading kernels
+    if config.dtype != "auto" or not uses_float32_activations(model.raw):  # checked first, to avoid loading kernels
         return False
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs, float16 takes many times as long as bfloat16, which has at least its range. float32 keeps all bits in
-    twice the memory.
+    """Returns the dtype and a note. On CPUs, float16 takes many times as long as bfloat16. bfloat16 has a wider range
+    but fewer mantissa bits; float32 keeps all bits and takes twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -270,13 +271,13 @@ class DevicePlan:
     backend: Backend
     backend_reason: str
     vision_backend: Backend
-    """For the image tower, whose keys and values are not sharded."""
+    """For the vision tower, whose attention is not sharded under context parallelism."""
     eager_prefill_reason: str | None = None
-    """Why graphs hold decodes but no prefills. Known on the first rank only."""
+    """Why no CUDA graphs of prefills are captured, only of decodes; None if they are. Followers leave it None."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """A name that the setting accepts; "auto": the model's dtype."""
+    """Returns a value of the setting kv_cache_dtype; "auto" means the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -289,8 +290,8 @@ def choose_device_plan(
     *,
     backend_tried: bool = False,
 ) -> DevicePlan:
-    """`progress`: called while a child process tries a backend. `backend_tried`: another rank tried it. Raises
-    ConfigError.
+    """`progress` is called repeatedly while a child process tries a backend. With `backend_tried`, another rank has
+    tried the backend, so this one does not. Raises ConfigError.
     """
     check_transformers_settings(config, model_config)
     device = choose_device(config)
@@ -318,7 +319,9 @@ def choose_device_plan(
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
-    """Raises ConfigError."""
+    """Returns a backend that merges the attention of several ranks. Raises ConfigError if the settings forbid decode
+    context parallelism.
+    """
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -337,7 +340,7 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Raises ConfigError."""
+    """Returns `spec` with its experts divided among ranks if enable_expert_parallel is set. Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(
@@ -360,8 +363,9 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Raises ConfigError if no backend serves or, if required, none is deterministic. GPUs need Triton for that, and
-    PyTorch's CPU products may depend on the batch.
+    """Returns the backend and the reason for it. Raises ConfigError if no backend can serve the model, or if
+    determinism is required and the backend's results depend on the batch. Determinism needs Triton on GPUs; on CPUs,
+    some of PyTorch's products depend on the batch.
     """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:

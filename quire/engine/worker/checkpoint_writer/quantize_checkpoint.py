@@ -1,6 +1,6 @@
-"""`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a quantized
-checkpoint; with STRENGTH, after SmoothQuant on samples from stdin, a JSON list of lists of token ids. `quire quantize`
-starts it as a process, because it needs torch.
+"""`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]` writes a quantized
+checkpoint. With STRENGTH, it first applies SmoothQuant, using samples from stdin: a JSON list of lists of token ids.
+`quire quantize` starts this module as a process, because it needs torch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""These stay unquantized, because Quire does not serve them otherwise."""
+"""These linears stay unquantized, because Quire cannot load a quantized vision tower from a checkpoint."""
 
 
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Return a summary for people. Holds one tensor and its result at a time. Raises ModelError and OSError, and then
-    removes `out`.
+    """Return a summary for people. Keeps one tensor and its quantized result in memory at a time. Raises ModelError and
+    OSError; `out` is not created then.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -71,7 +71,7 @@ def _write_quantized_checkpoint(
         raise ModelError(
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
         )
-    layouts = {  # result tensors by full name; a single one is copied
+    layouts = {  # the written tensors for each tensor of the checkpoint; a single one is copied
         shard: {name: _tensor_layout(name, *header, target_format) for name, header in by_name.items()}
         for shard, by_name in headers.items()
     }
@@ -101,7 +101,7 @@ def _write_quantized_shard(
     target_format: QuantizedFormat,
     smoother: Smoothing | None,
 ) -> int:
-    """Returns how many linears are quantized."""
+    """Returns the number of quantized linears."""
     linears = 0
     tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
     with SafetensorsFileWriter(out, tensors) as file:
@@ -128,7 +128,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """Includes a tied head, because other programs have it."""
+    """Includes a tied lm_head, because other programs treat it as a linear of its own."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)

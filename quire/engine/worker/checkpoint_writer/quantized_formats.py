@@ -1,4 +1,4 @@
-"""compressed-tensors formats (https://github.com/vllm-project/compressed-tensors)."""
+"""Formats of compressed-tensors (https://github.com/vllm-project/compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from quire.kernels.backend import Backend
 from quire.kernels.int4_fit import GROUP_SIZE
 
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
-"""By name: safetensors dtype and shape."""
+"""The safetensors dtype and shape of each tensor, by its name."""
 
 
 class QuantizedFormat(ABC):
     format_name: str
     weights_config: dict[str, Any]
     activations_config: dict[str, Any] | None = None
-    """Only other programs read it."""
+    """For other programs; Quire does not read it."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:
-        """None if the format cannot store the linear."""
+        """Returns None if the format cannot store a linear of this shape."""
 
     @abstractmethod
     def quantize_weight(self, weight: Tensor) -> dict[str, Tensor]:
-        """`weight` [out, in]."""
+        """`weight` is [out, in]."""
 
     def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
-        """`unquantized`: names or expressions."""
+        """`unquantized`: names of linears, or regular expressions for them ("re:...")."""
         group = {"targets": ["Linear"], "weights": self.weights_config, "input_activations": self.activations_config}
         return {
             "quant_method": "compressed-tensors",
@@ -62,8 +62,8 @@ class ChannelFormat(QuantizedFormat):
 
 
 class Int4GroupFormat(QuantizedFormat):
-    """4 bits with scale and zero point per 32 inputs. The offsets of --quantization fit better, but compressed-tensors
-    has none.
+    """4-bit weights with a scale and a zero point for each 32 inputs. The floating-point offsets of --quantization int4
+    would fit better, but compressed-tensors has none.
     """
 
     format_name = "pack-quantized"
@@ -95,7 +95,7 @@ class Int4GroupFormat(QuantizedFormat):
         codes, scales, zeros = self._backend.fit_int4(weight.reshape(-1, GROUP_SIZE), zero_points=True)
         rows = torch.nn.functional.pad(zeros.view(outs, -1).T.to(torch.uint8), (0, -outs % 8))  # [groups, outs]
         return {
-            "weight_packed": codes.view(outs, -1).view(torch.int32),  # little-endian
+            "weight_packed": codes.view(outs, -1).view(torch.int32),  # codes packed as little-endian
             "weight_scale": scales.view(outs, -1).bfloat16(),
             "weight_zero_point": (rows[:, ::2] | rows[:, 1::2] << 4).contiguous().view(torch.int32).T.contiguous(),
             "weight_shape": torch.tensor([outs, inner]),

@@ -14,10 +14,10 @@ from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 
 
 class SafetensorsFileWriter:
-    """A context manager. Each tensor is written once, in any order. Raises OSError."""
+    """A context manager. Each tensor is written once, in any order. Methods raise OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """`tensors`: safetensors dtype and shape."""
+        """`tensors`: the safetensors dtype and shape of each tensor, by its name."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}
@@ -49,6 +49,6 @@ class SafetensorsFileWriter:
 
     def _write_at(self, data: bytes | memoryview, at: int) -> None:
         remaining = memoryview(data)
-        while remaining:  # a call writes at most 2 GiB
+        while remaining:  # os.pwrite writes at most 2 GiB per call
             written = os.pwrite(self._file.fileno(), remaining, at)
             remaining, at = remaining[written:], at + written

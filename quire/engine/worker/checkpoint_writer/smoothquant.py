@@ -1,6 +1,6 @@
 """SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others. Each input is
-divided by a factor, which becomes part of the norm, and its weights are multiplied by it: max|input|^a / max|weight|^(1
-- a).
+divided by a factor, max|input|^a / max|weight|^(1 - a). The preceding norm's weights absorb the division, and the
+linear's weights for that input are multiplied by the factor.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 class ActivationRange:
     norm: str
     offset: float
-    """This is added to the norm's weights."""
+    """What the model adds to the stored norm weights."""
     linears: tuple[str, ...]
     max_abs: Tensor
-    """[in] float32: largest absolute inputs."""
+    """[in] float32: the largest absolute value of each input."""
 
 
 @torch.inference_mode()
 def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> list[ActivationRange]:
-    """Raises ConfigError."""
+    """Runs the model on the samples on the CPU. Raises ConfigError."""
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
@@ -80,8 +80,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors`: float32 [in], which multiply linears' weights and divide norms' biases. `norms`: the norms' new
-        float32 weights.
+        """`factors`: float32 [in] by module name; linears' weights are multiplied by them, norms' biases are divided.
+        `norms`: the norms' new float32 weights.
         """
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
@@ -90,7 +90,7 @@ class Smoothing:
     @classmethod
     @torch.inference_mode()
     def from_ranges(cls, path: Path, ranges: Iterable[ActivationRange], strength: float) -> Smoothing:
-        """`strength`: a, from 0 (weights alone) to 1. Raises ModelError."""
+        """`strength`: the exponent a, from 0 (the weights alone decide) to 1 (the inputs alone). Raises ModelError."""
         config = read_model_config(path)
         factors = dict[str, Tensor]()
         norms = dict[str, Tensor]()
@@ -98,13 +98,13 @@ class Smoothing:
         for each in ranges:
             weights = [widest[name] for name in each.linears if name in widest]
             if each.norm not in norm_weights or len(weights) != len(each.linears):
-                continue  # no weights, or already quantized
+                continue  # the checkpoint lacks the weights, or they are already quantized
             heaviest = torch.stack(weights).amax(0)
             factor_wanted = each.max_abs**strength / heaviest ** (1 - strength)
             usable = (each.max_abs > 0) & (heaviest > 0) & factor_wanted.isfinite() & (factor_wanted > 0)
             norm_gain = norm_weights[each.norm] + each.offset
-            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result, because norm and
-            # linears must agree to the last bit.
+            # The divided norm is rounded to bfloat16, which every dtype can represent. The factor is then recomputed
+            # from the rounded norm, because norm and linears must agree to the last bit.
             divided = (norm_gain / torch.where(usable, factor_wanted, 1.0) - each.offset).bfloat16().float()
             factor = norm_gain / (divided + each.offset)
             usable &= factor.isfinite() & (factor > 0)
@@ -117,7 +117,7 @@ class Smoothing:
         return len(self._norm_weights)
 
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Linears become float32."""
+        """Returns linears' weights as float32; norms keep their dtype."""
         module, _, kind = (text_tensor_name(name) or "").rpartition(".")
         module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:
@@ -130,7 +130,9 @@ class Smoothing:
 
 
 def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """float32 norm vectors [n], and column maxima of absolute weights."""
+    """Returns two dicts by module name, both float32: one-dimensional weights [n], and for each matrix the largest
+    absolute weight of each column [in].
+    """
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_module_weights(path):
         for own in arrangement.map_module_name(name):
@@ -150,7 +152,7 @@ def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:
-    """Raises ConfigError, and ModelError if no norm is read by linears alone."""
+    """Raises ConfigError, and ModelError if every norm has a reader other than linears."""
     smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
     if not smoother.num_norms:
         raise ModelError("model: each of its norms feeds something other than linears, so nothing can be smoothed")
