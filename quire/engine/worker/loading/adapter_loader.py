@@ -1,4 +1,4 @@
-"""Loads LoRA adapters in a background thread. The host caches packed adapters."""
+"""Loads LoRA adapters in a background thread, and caches packed adapters on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("quire.adapters")
 
 
 class ModelAdapterLoader:
-    """The engine's loop calls all public methods."""
+    """Only the engine's loop calls the public methods."""
 
     def __init__(
         self,
@@ -39,7 +39,9 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`weight_mapper`: None if checkpoint names are the model's. `max_cached` includes adapters in slots."""
+        """`weight_mapper` is None if the checkpoint's names are the model's names. `max_cached`: the number of adapters
+        cached on the host, including those in slots.
+        """
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
         self._max_rank = max_rank
@@ -82,7 +84,7 @@ class ModelAdapterLoader:
             result = self._adapter_slots.pack_adapter(self._read_lora_weights(adapter))
         except QuireError as error:
             result = f"the adapter {adapter.name} cannot be loaded: {error}"
-        except Exception as error:  # must fail this adapter's requests only
+        except Exception as error:  # an error must fail only this adapter's requests
             log.exception("the adapter %s cannot be loaded", adapter.name)
             result = f"the adapter {adapter.name} cannot be loaded: {type(error).__name__}"
         self._finished_loads.append((slot, adapter, result))
@@ -115,7 +117,7 @@ def make_adapter_loader(
 def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
-    """float32 by module. `up` includes the scale. Raises AdapterError."""
+    """Returns float32 weights by module name. `up` is already multiplied by LoRA's scale. Raises AdapterError."""
     parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
@@ -128,7 +130,7 @@ def read_lora_weights(
 def make_adapter_slots(
     config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device
 ) -> AdapterManager | None:
-    """None without LoRA. Raises ConfigError."""
+    """Returns None if LoRA is disabled. Raises ConfigError."""
     if not config.enable_lora:
         return None
     refuse_setting_if(

@@ -26,7 +26,7 @@ from quire.kernels.backend import Backend
 
 _MAX_LOGIT_ROWS = 256
 Logprobs = Tensor
-"""float32: [n - 1], each token's given those before it, or [n - 1, vocab]."""
+"""float32 [n - 1]: the logprob of each token given the tokens before it. For the full vocabulary, [n - 1, vocab]."""
 
 
 def load_standalone_model_and_backend(
@@ -41,7 +41,7 @@ def load_standalone_model_and_backend(
 
 
 def compute_hidden_states(model: Decoder, block_size: int, tokens: Tensor, num_states: int) -> Tensor:
-    """[num_states, hidden] for `tokens` [T] int32."""
+    """Returns the first `num_states` hidden states of `tokens` [T] int32, as [num_states, hidden]."""
     metadata = prefill_metadata(1, len(tokens), block_size, model.device, model.groups.num_groups)
     kv_tensors = allocate_kv_blocks(model, metadata.block_table.numel() * model.groups.num_groups)
     cache = kv_cache_by_layer(model, kv_tensors, allocate_slot_states(model, 1, 0))

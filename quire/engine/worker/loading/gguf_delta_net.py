@@ -1,4 +1,4 @@
-"""GGUF's gated delta nets in checkpoint form: value heads ordered by key head, and logs of decay rates."""
+"""Converts GGUF's gated delta nets to checkpoint form, with value heads ordered by key head and decay rates as logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
-    """Files store negative rates. Raises ModelError."""
+    """Returns logs of decay rates. GGUF files store the negated rates. Raises ModelError if a stored number is not
+    negative.
+    """
     if not bool((rows < 0).all()):
         raise ModelError(f"model: {name}: expected numbers below 0")
     return (-rows.float()).log()
@@ -63,7 +65,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """Order of the linear's inputs, [in]; None if unchanged."""
+        """Returns the order in which GGUF stores the linear's inputs, [in], or None if it is the checkpoint's order."""
         net = self._net
         if (
             net is None

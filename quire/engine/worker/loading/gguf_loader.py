@@ -23,9 +23,9 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCALED_TYPE = "NVFP4"
 
 _KV_B_HALVES = (".k_b_proj.weight", ".v_b_proj.weight")
-"""Newer files split kv_b_proj: [heads, latent, key] and [heads, value, latent]."""
+"""Newer files split kv_b_proj into these tensors: [heads, latent, key] and [heads, value, latent]."""
 _SINGLE_ROW_TENSORS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
-"""Files may drop an axis of size 1."""
+"""Files may store these tensors without an axis of size 1."""
 
 
 def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
@@ -43,7 +43,9 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
 
 
 def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float]:
-    """NVFP4's factor of a whole tensor, or of each expert's part, by linear; 1 if missing. Raises ModelError."""
+    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Linears
+    without a stored factor are missing. Raises ModelError.
+    """
     scales = dict[str, float]()
     for stored_name, stored in header.tensors.items():
         scale_name = stored_name.removesuffix("weight") + "scale"
@@ -59,7 +61,7 @@ def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float
 
 
 def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTensor]]:
-    """Omits NVFP4's scales; `input_scale` is of activations, which Quire scales by themselves."""
+    """Omits the scales of NVFP4 weights. `input_scale` is for activations, whose scales Quire computes itself."""
     for name, tensor in header.tensors.items():
         stem, _, suffix = name.rpartition(".")
         weight = header.tensors.get(f"{stem}.weight")
@@ -68,20 +70,22 @@ def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTenso
 
 
 def _split_fused_names(names: list[str]) -> list[str]:
-    """Qwen3-Next fuses two linears."""
+    """Splits the name of in_proj_ba, in which Qwen3-Next fuses two linears."""
     parts = [[name.replace("in_proj_ba", f"in_proj_{each}") for each in "ba"] for name in names if "in_proj_ba" in name]
     return parts[0] if parts else names
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """Names of the tensor, or with True of each expert's part."""
+    """Returns the tensor's name and False, or the names of all experts' parts and True. The list is empty if the tensor
+    is not used. Raises ModelError.
+    """
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
         return [] if names is None else [names], False
     if tensor.shape[:1] != (count,):
         raise ModelError(f"model: {stored} has the shape {list(tensor.shape)}, which is not of {count} experts")
-    # A tiny tensor may have many names.
+    # Skip or refuse unused tensors here, because even a tiny tensor may have as many names as there are experts.
     if _is_draft_layer(stored, config):
         return [], False
     if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
@@ -113,7 +117,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
-            yield names[0], rows.float() - norm_offset  # files store the multiplier, not its offset
+            yield names[0], rows.float() - norm_offset  # files store weight plus offset
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else undo_rope_permutation(names[0], rows, count)
@@ -133,7 +137,7 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
-    """The first half waits in `halves`."""
+    """Yields the joined tensor once both halves are read. The first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:
@@ -151,14 +155,14 @@ def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Te
 
 
 def undo_rope_permutation(name: str, rows: Tensor, heads: int) -> Tensor:
-    """Files interleave the halves of each head."""
+    """Restores the checkpoint's row order; GGUF files interleave the two halves of each head."""
     if not rows.ndim or rows.shape[0] % (2 * heads):
         raise ModelError(f"model: {name} has the shape {list(rows.shape)}, whose rows are not {heads} heads")
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
-    """A quantized tensor is [rows, bytes] uint8."""
+    """Returns floats in the stored shape, and quantized tensors as [rows, bytes] uint8."""
     file = open_if_present(stored.file)
     content = bytearray(stored.nbytes)
     read = 0
@@ -173,7 +177,9 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the number of bytes read, which is smaller at the end of the file. One call reads at most 2 GiB."""
+    """Return the number of bytes read, which is less than requested at the end of the file. One system call reads at
+    most 2 GiB.
+    """
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

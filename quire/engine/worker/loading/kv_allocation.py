@@ -17,7 +17,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 @dataclass(frozen=True, slots=True)
 class RunnerResources:
     capture: GraphCapture | None
-    """None: no graphs."""
+    """None if no graphs are captured."""
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
@@ -35,12 +35,12 @@ def allocate_runner_resources(
     device = chosen.device
     backend = chosen.backend
     groups = len(loaded.kv_groups.windows)
-    # A graph may not hold a transformers class.
+    # The modules of transformers' classes cannot be captured in a graph.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
     capture = make_graph_capture(config, backend, device, chosen.spec) if graphs else None
     size, shard = backend.block_size, loaded.model.shard
     context_shard = shard.context_shard(size)
-    # One more block for graph padding and other ranks' tokens.
+    # One more block, for graph padding and for other ranks' tokens.
     needs_null_block = context_shard.world_size > 1 and not backend.skips_negative_slots
     kv_tensors = allocate_kv_blocks_checked(loaded.model, num_blocks + (needs_null_block or capture is not None))
     max_drafts = max_draft_tokens_per_step(config)

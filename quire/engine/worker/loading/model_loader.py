@@ -34,7 +34,7 @@ def load_model(
     tensors: NamedTensors | None = None,
     part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
-    """`tensors` replace the files' weights. Raises ConfigError."""
+    """If given, `tensors` replace the files' weights. Raises ConfigError."""
     stored = resolve_weights(config)
     device = chosen.device
     dtype = chosen.dtype

@@ -21,7 +21,7 @@ from quire.kernels.backend import Backend
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
-    """None for a generative model."""
+    """Returns None if the model's only task is to generate."""
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
@@ -32,7 +32,9 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
 def choose_pooler_head(
     model: Decoder, pooling: PoolingConfig, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
-    """The difference of two tokens' logits, if configured. Raises ConfigError for an unknown token."""
+    """Returns `head`, or if classifier_from_token is set, a function that computes the difference of two tokens'
+    logits. Raises ConfigError for an unknown token.
+    """
     if pooling.classifier_tokens is None:
         return head
     to_id = tokenizer().backend.token_to_id

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Lengths of the prompts, in tokens."""
+"""Lengths of the trial's prompts, in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""Largest difference due to rounding, in standard deviations of the logits."""
+"""The largest difference that rounding explains, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """Importing transformers takes seconds."""
+    """Imports transformers only when needed, because the import takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -38,7 +38,7 @@ def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for unsupported settings."""
+    """Raises ConfigError for settings that models of transformers' classes do not support."""
     if model.transformers_config is None:
         return
     speculative = config.speculative_config
@@ -54,21 +54,25 @@ def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> Non
 
 
 def transformers_description_suffix(model: Decoder) -> str:
-    """The class may produce other tokens."""
+    """Returns the name and version of transformers' class, or "" without one. Another class may
+    produce other tokens.
+    """
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Raises ConfigError if --deterministic cannot be kept."""
+    """Returns whether results are independent of the batch, and notes for the user. Raises ConfigError if
+    --deterministic requires independence that the model lacks.
+    """
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.transformers_class} computes it, with Quire's KV cache: {costs}"]
     assert isinstance(model, import_transformers_decoder())
-    model.reduces_results = False  # a rank tries its part alone: sums do not mix rows
-    is_invariant = is_batch_invariant(model, backend)  # always tried: finds classes that ignore positions
+    model.reduces_results = False  # each rank tries its part alone, because sums do not mix rows
+    is_invariant = is_batch_invariant(model, backend)  # always run, because it finds classes that ignore positions
     model.reduces_results = True
     wrong = None if is_invariant else "in a trial, a request's bits depended on the rest of its batch"
     if foreign := model.unreplaced_matmuls:
@@ -84,8 +88,8 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Compares logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different,
-    because the class then ignores positions.
+    """Compares logits of prompts computed alone with those of the same prompts chunked and batched, bit for bit. Raises
+    ModelError if rounding cannot explain the difference, because the class then ignores positions.
     """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
@@ -126,7 +130,9 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Sequence n starts at step n, in thirds. All last tokens come at once."""
+        """Returns steps of (row, start, count). Sequence n starts at step n and takes three steps. A final step
+        computes all sequences' last tokens.
+        """
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]

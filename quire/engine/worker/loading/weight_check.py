@@ -1,4 +1,4 @@
-"""Checks replacement weights by headers, before the served ones are released."""
+"""Checks replacement weights by file headers, before the served weights are released."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ExpectedWeights:
     optional_prefixes: tuple[str, ...] = ()
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
-        """`stage_tables`: shapes and dtypes by name, per other pipeline stage."""
+        """`stage_tables`: for each other pipeline stage, the shapes and dtypes by tensor name."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Return a copy without references to the model. Its loaders discard tensors."""
+        """Return a copy without references to the model. Its weight loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()
@@ -54,7 +54,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raises ModelError unless the new weights fit."""
+    """Raises ModelError unless the new weights fit the served model."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -92,7 +92,9 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """GGUF files have types per tensor instead of quantization_config."""
+    """With `quantized`, also compares quantization_config. GGUF files lack it, because each of their tensors has a
+    type.
+    """
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"

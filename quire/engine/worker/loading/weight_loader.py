@@ -1,4 +1,6 @@
-"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
+"""Streams tensors into a parameter table. Each tensor is read once, and only one is in memory in
+addition to the model.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ _MAX_NAMES = 8
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Returns bytes. Raises ModelError for missing, unexpected or misshapen tensors, and for infinity or NaN in the
-    output head or, if `require_finite`, in any tensor. Elsewhere NaN spreads to whole rows, and their request fails; a
-    head's NaN spoils single logits, which no step would notice.
+    """Returns the number of bytes loaded. Raises ModelError for missing, unexpected or misshapen tensors. Also raises
+    it for infinity or NaN in the output head or, if `require_finite`, in any tensor. NaN in other tensors spreads to
+    whole rows, and their requests fail. NaN in the head spoils single logits, which no step would notice.
     """
     missing, head_name = dict(table), _HEAD_NAME if _HEAD_NAME in table else _EMBEDDING_NAME
     left_over = []
@@ -46,7 +48,7 @@ def load_weights(
         ):
             raise ModelError(f"model: {name} is stored as {tensor.dtype}, not as {parameter.dtype}")
         tensor = parameter.slice_tensor(tensor)
-        # Copy: a view would keep the whole mapped file in memory.
+        # Copy, because a view would keep the whole mapped file in memory.
         tensor = tensor.to(device=device, dtype=parameter.dtype, copy=True)
         if (require_finite or name == head_name) and not _is_finite(tensor):
             raise ModelError(f"model: {name} holds numbers that are infinite or NaN")
@@ -61,8 +63,8 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """A head replaces a missing embedding. Otherwise the copy is dropped. Raises ModelError if they differ, as
-    replacement weights may.
+    """If the model ties its head to the embedding, a stored head replaces a missing embedding. If both are stored, the
+    head is dropped. Raises ModelError if they differ, as replacement weights may.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
@@ -87,7 +89,9 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Takes a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
+    """Takes a tenth of the time of torch.isfinite. 8-bit floats count as finite, because their scales are checked
+    instead.
+    """
     return (
         not _is_castable_float(tensor.dtype)
         or tensor.is_meta
@@ -125,7 +129,9 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Add or remove a prefix, because models may be saved alone or within others."""
+    """Add or remove a prefix, because models may be saved alone or within other models. Drop tensors that the table
+    lacks and whose names start with one of `unused`.
+    """
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -166,7 +172,7 @@ def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: 
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Mapped if saved by PyTorch 1.6 or later. Raises ModelError."""
+    """Returns tensors by name, memory-mapped if PyTorch 1.6 or later saved the file. Raises ModelError."""
     with open_required(file) as opened:
         can_map = zipfile.is_zipfile(opened)
     try:
@@ -179,7 +185,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Matrices have variance 1 / fan-in; vectors are near 1."""
+    """Yields random tensors. Matrices have variance 1 / fan-in; vectors are near 1, and biases near 0."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

@@ -1,4 +1,6 @@
-"""Splits fused linears, and reorders query and key rows for half-rotated RoPE."""
+"""Maps a checkpoint's tensors to the model's modules. Splits fused linears, and reorders query and key rows for
+half-rotated RoPE.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.weight_loader import TensorStream
 
 _COLUMN_TENSORS = ("qweight", "qzeros", "scales")
-"""Outputs are columns in GPTQ and AWQ."""
+"""GPTQ and AWQ store a linear's outputs as columns of these tensors."""
 _ROTATED_PROJECTIONS = {f"self_attn.{name}_proj" for name in "qk"}
 _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 
@@ -31,7 +33,9 @@ class _OutputSlice:
     num_outputs: int
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
-        """An element may stand for several outputs. Raises ModelError if that would split it."""
+        """Returns this slice of `tensor`. One element may stand for several outputs; raises ModelError if the slice
+        would split it.
+        """
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
         unit = self.num_outputs // tensor.shape[axis]
@@ -55,7 +59,7 @@ class WeightMapper:
             self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
         )
         self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
-        """One per linear; None: all outputs."""
+        """One slice per linear; None means all outputs."""
 
     def map_stream(self, stream: TensorStream) -> TensorStream:
         return stream if self._is_identity else (each for item in stream for each in self._map_tensor(*item))
@@ -97,7 +101,7 @@ class WeightMapper:
         self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor
     ) -> Tensor:
         size = self._config.head_dim
-        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # one head's or every head's
+        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head or of every head
             heads = tensor.reshape(-1, size)
             return heads.flatten() if self._head_order is None else heads[:, self._head_order].flatten()
         if output_slice is None or kind == "g_idx" or tensor.numel() == 1:
@@ -138,10 +142,10 @@ class WeightMapper:
         ]
 
     def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """A fused delta net interleaves linears by key head."""
+        """Returns one slice after the other, except that a fused delta net interleaves linears by key head."""
         spec = decoder_spec(self._config)
         if (sizes := _find_linear_sizes(spec, module_names)) is None:
-            return [None] * len(module_names)  # loading reports that no layer has it
+            return [None] * len(module_names)  # loading reports that no layer has this module
         is_fused_by_head = self._weight_names.is_fused_by_kv_head and module_names[0].startswith("linear_attn.")
         groups = spec.sublayers_of_kind(DeltaNetSpec)[0].num_key_heads if is_fused_by_head else 1
         every = torch.arange(sum(sizes)).view(groups, -1)
@@ -154,7 +158,7 @@ class WeightMapper:
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """None if no layer has them."""
+    """Returns None if no layer has all these linears."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:

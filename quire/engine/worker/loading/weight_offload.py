@@ -1,4 +1,6 @@
-"""CPUs leave experts or layers on disk (weights_on_disk), GPUs leave layers in host memory (cpu_offload_gb)."""
+"""Offloads weights. CPUs leave experts or layers on disk (weights_on_disk), and GPUs leave layers in host memory
+(cpu_offload_gb).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _MOUNT_INFO = Path("/proc/self/mountinfo")
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """Raises ConfigError."""
+    """Returns the offloader and the scheme of the offloaded weights, or None if nothing is offloaded. Raises
+    ConfigError.
+    """
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -81,7 +85,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 
 
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
-    """Local processes share memory evenly."""
+    """All processes of this machine share its memory evenly."""
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
     return min_streamed_layers(sizes, int(memory) // processes)
@@ -89,7 +93,9 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """On exit, weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
+    """Fill the model's weights in this context. They are final when it exits. Raises ConfigError if the disk is full or
+    offloading is impossible.
+    """
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
@@ -137,7 +143,7 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """Empty if unknown."""
+    """Returns an empty string if the type is unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -29,18 +29,18 @@ class DraftGraphs(Protocol):
 class DeviceDrafter(Protocol):
     @property
     def graphs(self) -> DraftGraphs | None:
-        """None if drafting is eager."""
+        """None if drafting runs eagerly."""
 
     def capture_next_graph(self) -> bool:
-        """False if none is left."""
+        """Returns False if no graph is left to capture."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every variant for steps of up to `step_tokens`. A dry run computes nothing."""
+        """Launch every kernel variant for steps of up to `step_tokens` tokens. A dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
     is_on_all_ranks: ClassVar[bool]
-    """Otherwise it is on the first rank only."""
+    """False if the drafter is on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...
@@ -49,7 +49,7 @@ class LoadedDrafter(Protocol):
     def weight_bytes(self) -> int: ...
 
     def total_slot_state_bytes(self, config: EngineConfig) -> int:
-        """State outside KV blocks."""
+        """Returns the bytes of all slots' states, which are not in KV blocks."""
 
     def start_drafter(
         self,
@@ -58,7 +58,9 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """Allocate KV blocks for as many tokens as the served model has, and spare ones for drafts."""
+        """Allocate KV blocks for as many tokens as the served model's KV cache holds, and spare blocks for draft
+        tokens.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,6 @@ class StartedDrafter:
     drafter: DeviceDrafter
     spare_blocks: SpareBlockLayout
     step_costs: list[tuple[int, float]]
-    """(sequences, seconds) per draft token."""
+    """Pairs (number of sequences, seconds per draft token)."""
     head_runner: DraftHeadRunner | None = None
     model_runner: DraftModelRunner | None = None

@@ -1,7 +1,7 @@
-"""Loads draft heads as published.
+"""Loads draft heads in the formats in which they are published.
 
-EAGLE (https://github.com/SafeAILab/EAGLE): config.json and Llama layers, or `midlayer`. Medusa
-(https://github.com/FasterDecoding/Medusa): medusa_lm_head, or as vLLM converts it.
+EAGLE (https://github.com/SafeAILab/EAGLE) has config.json and Llama layers; EAGLE-3 has `midlayer` instead. Medusa
+(https://github.com/FasterDecoding/Medusa) has a file medusa_lm_head, or the tensor names that vLLM converts it to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEDUSA = "medusa_lm_head"
 _PICKLED = f"{_MEDUSA}.pt"
 _MAX_HEADS = 32
 _UNUSED_TENSORS = ("embed_tokens.weight", "t2d")
-"""A copy of the decoder's embedding; a mask of draft tokens."""
+"""The first is a copy of the decoder's embedding, the second a mask of the tokens that can be drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class LoadedDraftHead:
         input_batch, has_scratch_block = (
             allocation.input_batch,
             allocation.capture is not None,
-        )  # the scratch block has the served model's id
+        )  # the scratch block has the same id as the served model's
         spare_blocks = SpareBlockLayout(
             num_blocks + has_scratch_block,
             num_spare_blocks_per_slot(config, input_batch.block_size),
@@ -94,7 +94,7 @@ class LoadedDraftHead:
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
-    """Raises QuireError and ValueError if it does not fit the decoder."""
+    """Raises QuireError and ValueError if the head does not fit the decoder."""
     speculative = config.speculative_config
     assert speculative is not None
     assert speculative.model is not None
@@ -128,7 +128,7 @@ def _make_head(
 
 
 def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """Number of heads, and of linears before a head's last. Raises ModelError."""
+    """Returns the number of heads, and the number of linears before each head's last one. Raises ModelError."""
     places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
     heads = {int(match[1]) for match in places}
     blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
@@ -149,7 +149,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """All layouts get the same names."""
+    """Returns tensors with the same names for all file layouts."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -161,7 +161,9 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
-    """EAGLE may have a module prefix, EAGLE-3 a `midlayer`. Medusa nests lists; vLLM has `blocks` and `lm_heads`."""
+    """Maps a name of any layout to a common one. EAGLE may have a module prefix, and EAGLE-3 a `midlayer`. Medusa nests
+    lists of modules; vLLM's conversion has `blocks` and `lm_heads` instead.
+    """
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)

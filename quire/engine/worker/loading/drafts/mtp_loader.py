@@ -1,4 +1,4 @@
-"""The served checkpoint's MTP layer is shaped like its last layer."""
+"""Loads heads that draft from hidden states. The served checkpoint's MTP layer has the same shape as its last layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.kernels.backend import Backend
 def load_head_drafter(
     config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder
 ) -> LoadedDraftHead:
-    """Raises ConfigError if heads are missing or do not fit."""
+    """Raises ConfigError if heads are missing or do not fit the decoder."""
     assert config.speculative_config is not None
     is_mtp = config.speculative_config.method == "mtp"
     try:

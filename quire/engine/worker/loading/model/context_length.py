@@ -9,7 +9,9 @@ from quire.engine.worker.device_plan import DevicePlan
 
 
 def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
-    """Upper bound before weights are loaded. Raises ConfigError if the model or KV cache cannot hold it."""
+    """Returns an upper bound of the context length, before weights are loaded. Raises ConfigError if max_model_len is
+    longer than the model or the KV cache allows.
+    """
     check_max_model_len(model_config, config.max_model_len)
     state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     states = chosen.spec.kv_cache_specs
@@ -17,7 +19,7 @@ def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, 
     if config.max_model_len is None:
         max_tokens = max_kv_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
         return min(model_config.max_position, max_tokens)
-    # Layers with a window need few blocks, so the other layers may use all.
+    # Layers with a window need few blocks, so the other layers may use all the memory.
     full_token_bytes = sum(
         each.bytes_per_token(kv_itemsize, state_itemsize)
         for each in states

@@ -22,7 +22,7 @@ class LoadedModel:
     adapter_slots: AdapterManager | None
     quantization: str
     read_bytes: int
-    """Counts the weights in files, before online quantization."""
+    """Bytes of the weights in files, before online quantization."""
     kv_groups: KVCacheGroups
 
 
@@ -32,7 +32,7 @@ class ModelPart:
     decoder_class: type[Decoder] = Decoder
     """Ignored by the transformers backend."""
     stage: int = -1
-    """Default: the last, which without a pipeline has all layers."""
+    """Index of a pipeline stage. The default is the last stage, which has all layers if there is no pipeline."""
 
 
 WHOLE_MODEL = ModelPart()

@@ -44,7 +44,7 @@ def fill_weights(
     path: Path | None,
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
-    """Returns bytes. Dense modules come from folders in `path`."""
+    """Returns the number of bytes loaded. The pooler's dense modules are read from subfolders of `path`."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
@@ -52,7 +52,7 @@ def fill_weights(
     )
     if config.load_format == "dummy":
         if device.type == "cpu":
-            embedding, *_ = table.values()  # the model's dtype; an untied head is float32
+            embedding, *_ = table.values()  # has the model's dtype; an untied head is float32
             resident = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
             sizes = CheckpointSize(sum(math.prod(each.shape) for each in resident), 0)
             check_weights_fit_memory(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
