@@ -1,4 +1,6 @@
-"""Runs draft heads, after every step to update states and between steps to draft. Both may be CUDA graphs."""
+"""Runs draft heads: after every step to update their states, and between steps to draft tokens. CUDA graphs may run
+both.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """States at R sampled positions."""
+    """Hidden states of a step with T tokens and R sampled positions."""
 
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
@@ -57,7 +59,9 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`max_drafts`: verified per step and request, from all sources. Requests limit the heads' own."""
+        """`max_drafts`: the most draft tokens that a step verifies per request, from all drafters. Each request limits
+        how many of them the heads draft.
+        """
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -70,7 +74,9 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """States before the last samples. The last row is for graphs' drafts."""
+        """[slots + 1, 2 + max drafts, hidden]: the states before the tokens that each slot sampled last. Along axis 1,
+        the last entry is for the states of graphs that draft.
+        """
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -94,7 +100,7 @@ class DraftHeadRunner:
         hidden_states: HiddenStates,
         inputs: ForwardInputs | None,
     ) -> None:
-        """Call once sampled tokens are stored."""
+        """Compute the head states from which the next tokens are drafted. Call after the sampled tokens are stored."""
         slots = self._input_batch
         if hidden_states.run_draft_head_graph is not None:
             states = hidden_states.run_draft_head_graph()
@@ -119,14 +125,14 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        # Unsampled rows may be followed by garbage.
+        # The token after an unsampled row may not be stored yet; then its id is garbage.
         """`token_slots` [T]."""
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Rows with outdated states get no tokens."""
+        """Returns each row's draft tokens. Rows with outdated states get none."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index
@@ -144,7 +150,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last token; None: outdated."""
+        """Returns the index of the state before the row's last token, or None if the slot's states are outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -152,7 +158,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """Later draft tokens are for the first rows only."""
+        """`rows` are sorted, longest drafts first, so later draft tokens are for the first rows only."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
@@ -231,7 +237,7 @@ class DraftHeadRunner:
         return states
 
     def _sample_draft_tokens(self, states: Tensor, rows: list[HeadDraftRequest], draft_index: int) -> Tensor:
-        """Ignores grammars, which would have to follow unverified drafts."""
+        """Ignores grammars, because their matchers would have to advance over unverified draft tokens."""
         sampling = [self._input_batch.make_sampling_row(row.slot, row.num_tokens + draft_index) for row in rows]
         return self._sample(self.head.compute_logits(states, draft_index), sampling, None).clamp(min=0)
 
@@ -266,12 +272,12 @@ class DraftHeadRunner:
         )
 
     def measure_draft_costs(self) -> list[tuple[int, float]]:
-        """(sequences, seconds) per draft token."""
+        """Returns pairs (number of sequences, seconds per draft token)."""
         return measure_best_step_times(self.run_dummy_draft)
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
-        """Call only while no KV blocks are in use."""
+        """Call only while no KV blocks are in use, because this overwrites some of them."""
         size, device = self._input_batch.block_size, self._input_batch.device
         length = size if not self.kv_tensors else min(MEASURED_CONTEXT_TOKENS, size * self.kv_tensors[0].shape[1])
         if self.graphs is not None and count <= self.graphs.max_rows:

@@ -1,4 +1,4 @@
-"""Runs a draft model. Launching dominates the time of so small a model, so this path is short."""
+"""Runs a draft model. Kernel launches dominate the time of such a small model, so this code path is short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 _MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
-"""Each graph row reads the whole context."""
+"""Longer chunks run eagerly, because each row of a graph reads its sequence's whole context."""
 
 
 class _DraftingSlots(NamedTuple):
@@ -42,7 +42,7 @@ class DraftModelRunner:
         eos_token_ids: tuple[int, ...],
         capture: GraphCapture | None = None,
     ) -> None:
-        """`capture` needs slots with a scratch block."""
+        """`capture` requires that `slots` has a scratch block."""
         self._model = model
         self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
         self._input_batch = slots
@@ -80,8 +80,9 @@ class DraftModelRunner:
         return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
 
     def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
-        """Tokens and probabilities [2, R] float32, which holds any token id. `row_array` [3, rows] int64: slots,
-        starts, counts. `last` [R] int64: token indices.
+        """Returns tokens and their probabilities, [2, R] float32, which represents every token id exactly. `row_array`
+        [3, rows] int64: slots, start positions and token counts. `last` [R] int64: the index of the last token of each
+        row that drafts.
         """
         where = zip(self._drafting_slots.slots.tolist(), self._drafting_slots.num_known.tolist(), strict=True)
         rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
@@ -107,8 +108,8 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, hidden], and drafts if a graph samples. Graph rows may be several tokens of a sequence: see
-        DecodeGraphs.can_run.
+        """Returns hidden states [R, hidden], and if a graph samples, tokens and probabilities [2, R]. Several rows of a
+        graph may be tokens of one sequence: see DecodeGraphs.can_run.
         """
         slots, starts, counts = row_array
         total = int(counts.sum())
@@ -135,13 +136,17 @@ class DraftModelRunner:
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Without a scratch block, kernels compile at first use."""
+        """Launches nothing if there are no graphs, because then there is no scratch block. Kernels then compile at
+        their first use.
+        """
         if self.graphs is not None:
             launch_kernel_variants(self._model, self._kv_cache, self._input_batch, step_tokens)
 
     @torch.inference_mode()
     def measure_draft_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
-        """(sequences, seconds) per draft token. The first `num_blocks` blocks must be unused."""
+        """Returns pairs (number of sequences, seconds per draft token). The first `num_blocks`
+        blocks must be unused.
+        """
         size, num_slots = self._input_batch.block_size, len(self._input_batch.slot_requests)
         length = min(MEASURED_CONTEXT_TOKENS, longest, size * num_blocks)
         params = SamplingParams(max_tokens=1)
@@ -162,7 +167,7 @@ class DraftModelRunner:
 
 
 def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
-    """[2, R] float32 for tokens [R] and logits [R, vocab]."""
+    """Returns [2, R] float32, token ids and probabilities, for tokens [R] and logits [R, vocab]."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
 

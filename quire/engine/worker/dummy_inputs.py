@@ -1,4 +1,4 @@
-"""Steps on the scratch block, for warm-up."""
+"""Inputs of dummy steps on the scratch block, for warm-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
 
 
 def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
-    """The last `queries` tokens of each context."""
+    """Returns the inputs of a step that computes the last `queries` of `context` tokens in each of `seqs` sequences."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size
     positions = torch.arange(context - queries, context, device=device).repeat(seqs)

@@ -25,7 +25,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """T tokens, R of them sampled."""
+    """Inputs of a forward pass over T tokens, R of which are sampled."""
 
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
@@ -35,13 +35,13 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampleTargets:
-    """R positions. A row with drafts has several, adjacent and in order."""
+    """The R positions where a step samples. A row with draft tokens has several positions, adjacent and in order."""
 
     rows: list[ScheduledRequest]
     """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
-    positions: np.ndarray  # [R] int64, equal to the number of tokens so far
-    device_slots: Tensor  # both on the device
+    positions: np.ndarray  # [R] int64, each the number of tokens before the sampled one
+    device_slots: Tensor  # slots and positions on the device
     device_positions: Tensor
     linear_context: LinearContext
 
@@ -56,7 +56,9 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """Token ids stay on the device, because the host has not seen all of them."""
+    """The slots' requests, token ids and block tables. Token ids stay on the device, because the host has not seen all
+    of them.
+    """
 
     def __init__(
         self,
@@ -70,8 +72,9 @@ class InputBatch:
         slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
-        """`scratch_block`: for an additional `scratch_slot`, which `graph_decode_inputs` needs. `num_groups`: KV cache
-        groups, interleaved in the block table. `context_shard`: this rank's tokens; default: all.
+        """`scratch_block`: the block of an additional slot, `scratch_slot`, which `graph_decode_inputs` needs.
+        `num_groups`: the number of KV cache groups; their blocks are interleaved in the block table. `context_shard`:
+        the tokens that this rank stores, by default all.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -79,7 +82,7 @@ class InputBatch:
         self._has_draft_states = slot_states.max_drafts > 0 and any(recurrent_states)
         self._has_recurrent_matrices = any(
             len(layer_states) > 1 for layer_states in recurrent_states
-        )  # more than convolution columns
+        )  # some layer has more than convolution columns
         self.block_size, self.max_model_len = block_size, max_model_len
         self.context_shard = single_shard(block_size) if context_shard is None else context_shard
         self._tokens_in_page = self.context_shard.token_range_in_page
@@ -90,18 +93,20 @@ class InputBatch:
         self.max_blocks = -(-max_model_len // block_size)
         self.slot_requests: list[SlotRequest | None] = [None] * num_slots
         self.adapter_slots = np.zeros(num_slots + 1, dtype=np.int64)
-        """0: none."""
+        """0 means no adapter."""
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._state_lengths = np.zeros(num_slots, dtype=np.int64)
-        """Tokens in recurrent states; negative: all before the owner's first step."""
+        """The number of tokens in each slot's recurrent states. It is negative until a new request's first step; its
+        states then hold all tokens before that step.
+        """
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """None if no graph needs it."""
+        """None if no graph needs state lengths."""
         self._rope_offsets: Tensor | None = None
-        """[slots] int64; None until used."""
+        """[slots + 1] int64; None until an offset is set."""
         if scratch_block is not None:
             if self.tracks_recurrent_state_lengths:
                 self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -125,7 +130,7 @@ class InputBatch:
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """Both are [T] int64."""
+        """`slots` and `positions` are [T] int64. Returns None if no slot has ever had an offset."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -146,7 +151,9 @@ class InputBatch:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """(slot, first index, block ids), each slot once. Drops ids beyond the longest context."""
+        """`updates`: (slot, first index, block ids), with each slot at most once. Drops ids beyond
+        the longest context.
+        """
         changed = []
         for slot, first, block_ids in updates:
             old_blocks = self._block_table[slot, first : first + len(block_ids)]
@@ -172,11 +179,11 @@ class InputBatch:
 
     @property
     def tracks_recurrent_state_lengths(self) -> bool:
-        """True if states may replay draft tokens."""
+        """True if recurrent states must replay accepted draft tokens."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a new owner's state length is unknown, so that no graph can run."""
+        """Returns False if a slot's new request has no recorded state length; then no graph can run the step."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -186,13 +193,13 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
-        """[rows] bool."""
+        """Returns [rows] bool, True where the state length is recorded."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens each state has seen. After the step that is `num_known`."""
+        """Return how many tokens each state has seen so far. After the step, each state has seen `num_known` tokens."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -218,8 +225,8 @@ class InputBatch:
     def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [B] and metadata, computed on the device alone. `rows` [2 or 3, B] int64: slots, positions,
-        optional adapter slots. `updates_states`: False for draft heads.
+        """Returns token ids [B] and metadata, computed only on the device. `rows` [2 or 3, B] int64: slots, positions,
+        and optionally adapter slots. `updates_states` is False for draft heads.
         """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
@@ -229,8 +236,9 @@ class InputBatch:
     def graph_prefill_inputs(
         self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """For T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts,
-        StateAndVerifiedCounts.
+        """Returns token ids [T] and metadata for prefill chunks of P sequences. `rows` has the form of
+        graph_decode_inputs, with T columns. `chunks` [5, P] int64: slots, token counts (at least 1), contexts, and the
+        two counts of StateAndVerifiedCounts.
         """
         slots, counts, contexts, num_seen, num_known = chunks
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
@@ -270,7 +278,9 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """In a slot's rows [B], all but the first are drafts."""
+        """`slots` and `positions` are [B]. If a slot has several adjacent rows, all except the
+        first are draft tokens.
+        """
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
@@ -377,11 +387,11 @@ class InputBatch:
 
     @property
     def _block_table_with_group_axis(self) -> np.ndarray:
-        """[slots, blocks, groups]."""
+        """A view [slots, blocks, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
     def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[T, groups] int64."""
+        """Returns [T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
@@ -395,7 +405,9 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """StateAndVerifiedCounts, or () if there are no drafts now or before."""
+        """Returns the counts of StateAndVerifiedCounts, or () if neither this step nor the previous one has draft
+        tokens.
+        """
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
@@ -406,7 +418,7 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """[rows] each to [counts, rows + 1] int32."""
+    """Puts 0 before each array [rows]; returns [number of arrays, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each
@@ -414,7 +426,9 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """A row's last sample gets its `ends` value. Its drafts get the values just below."""
+    """Returns a value for each sample. A row's last sample gets the row's value in `ends`; the samples before it get
+    the values directly below.
+    """
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_LOGIT_ROWS = 256
-"""A row of 150,000 tokens takes 600 KB."""
+"""Logits are computed for at most this many rows at once. A row takes 600 KB if the vocabulary has 150,000 tokens."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
 """Lengths in tokens."""
@@ -67,7 +67,7 @@ class ModelRunner:
         encoder_cache: ImageEncoderCache | None = None,
         captures_mixed_batches: bool = False,
     ) -> None:
-        """With graph capture, slots need a scratch block."""
+        """To capture graphs, the input batch needs a scratch block."""
         kv_tensors = allocation.kv_tensors
         slots = allocation.input_batch
         capture = allocation.capture
@@ -141,8 +141,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """On a GPU this only queues work, and the host does not wait. A step reads what earlier steps sampled and
-        stored.
+        """On a GPU, this only queues work, and the host does not wait. On the device, a step reads the tokens that
+        earlier steps sampled and stored.
         """
         if self._step_splitter is None:
             return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
@@ -158,7 +158,7 @@ class ModelRunner:
         return scheduler_output if self._encoder_cache is None else scheduler_output.without_encoder_only
 
     def _plan_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
-        """May be called again with parts of the batch."""
+        """May be called several times for a step, with parts of its batch."""
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:
             return PreparedBatch(scheduler_output, sample_targets, None)
@@ -203,7 +203,7 @@ class ModelRunner:
             self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
 
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
-        """Copies read what earlier steps computed."""
+        """Copy blocks and slot states. The copies read what earlier steps computed."""
         for copy in scheduler_output.block_copies:
             copy_block_prefix(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
             if self._draft_heads is not None:
@@ -214,7 +214,7 @@ class ModelRunner:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
     def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep | UnsampledStep:
-        """Call in the order of `_prepare_batch`, before a slot gets another owner.
+        """Call in the order of the `_prepare_batch` calls, before a new request gets any of the slots.
 
         Logits are always computed here, where a batch that runs out of memory can still be split.
         """
@@ -283,7 +283,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_next(self) -> bool:
-        """Takes about a second at most. False: all is ready."""
+        """Does the next part of the warm-up, which takes about a second at most. Returns False if nothing is left to
+        do.
+        """
         if self._prefaulter is not None:
             return self._prefaulter.touch_next()
         if self.decode_graphs is not None and self.decode_graphs.capture_next():
@@ -292,7 +294,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_sampler(self) -> None:
-        """Greedy, unfiltered and filtered sampling have different kernels."""
+        """Runs greedy, unfiltered and filtered sampling, which have different kernels."""
         device, table = self._input_batch.device, self._input_batch.token_ids
         hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
@@ -301,7 +303,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Kernels differ by number of queries and take seconds to compile."""
+        """Runs prompts of several lengths, because kernels differ by the number of queries and take
+        seconds to compile.
+        """
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:
@@ -339,7 +343,7 @@ class ModelRunner:
         self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Pooling requests never sample."""
+        """Pooling requests get default sampling rules, which they never use."""
         if self._grammars.requests:
             for slot in scheduler_output.freed_slots:
                 self._grammars.release_slot(slot)
@@ -366,7 +370,7 @@ class ModelRunner:
         return pooled_rows
 
     def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
-        """Without `inputs`, a graph runs."""
+        """Runs a graph if `prepared` has no inputs."""
         if self._model.offload is not None:
             self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features
@@ -443,8 +447,8 @@ class ModelRunner:
         slot_requests: list[SlotRequest],
         logits_and_finite_flags: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
-        """Tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
-        logprob_tensors of the rows that report them. Overwrites the logits.
+        """Returns tokens [R] int64, and logprob_tensors of the rows that report them. Overwrites the logits. A token is
+        NONFINITE_TOKEN if its row has no finite logits, and NO_TOKEN_LEFT if constraints left none.
         """
         logits, is_finite = logits_and_finite_flags
         if not sample_targets.rows:
@@ -456,7 +460,7 @@ class ModelRunner:
             unmodified = logits[reported]
         table = self._input_batch.token_ids
         rows, mask = [], None
-        if self._model.shard.rank == 0:  # others receive the tokens
+        if self._model.shard.rank == 0:  # other ranks receive the tokens
             rows = [
                 SamplingRow(
                     each.rules, each.new_request.seed, length, each.new_request.num_prompt_tokens, table, row.slot
@@ -467,7 +471,7 @@ class ModelRunner:
             ]
             mask = self._grammars.fill_bitmask(sample_targets.rows) if self._grammars.requests else None
         sampled = self._sample(logits, rows, mask)
-        device_tokens = sampled.clamp(min=0)  # a step in flight may read it
+        device_tokens = sampled.clamp(min=0)  # steps in flight may read them, so they must be valid ids
         table[sample_targets.device_slots, sample_targets.device_positions] = device_tokens.to(torch.int32)
         host_tokens = sampled.masked_fill(
             ~is_finite, NONFINITE_TOKEN

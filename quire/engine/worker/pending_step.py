@@ -19,7 +19,7 @@ from quire.kernels.gpu.host_transfer import HostDownload
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """`inputs`: None if a graph makes them, or the batch only encodes images."""
+    """`inputs` is None if a graph computes them, or if the batch only encodes images."""
 
     scheduler_output: SchedulerOutput
     sample_targets: SampleTargets
@@ -51,8 +51,9 @@ NUM_LOGPROB_TENSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """`sampled_rows`: rows, and their slots' owners at launch. `download`: tokens; logprob_tensors at
-    `logprob_indices`, then of each of `prompt_chunks`; vectors of finished `pooled_rows`.
+    """A launched step. `sampled_rows`: rows, and the requests in their slots at launch. `download`, in this order: the
+    sampled tokens; logprob_tensors for `logprob_indices`; logprob_tensors for each of `prompt_chunks`; the vectors of
+    those `pooled_rows` that are finished.
     """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
@@ -139,7 +140,9 @@ class UnsampledStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """`sampled` up to and including the first difference, because later tokens follow a wrong draft."""
+    """Returns `sampled` up to and including the first token that differs from its draft, because later tokens follow a
+    wrong draft.
+    """
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
         num_accepted += 1

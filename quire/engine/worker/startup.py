@@ -30,7 +30,7 @@ def start_worker(
     tensors: NamedTensors | None = None,
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
-    """`tensors` replace the files' weights. `progress` is called after every layer. Raises ConfigError."""
+    """If given, `tensors` replace the files' weights. `progress` is called after every layer. Raises ConfigError."""
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)
     is_cuda = device.type == "cuda"
@@ -48,7 +48,7 @@ def start_worker(
         worker, warmup = _allocate_and_warm_up(startup, config, weights, kv_plan, kernel_cache_note)
         fitting_plan, graph_note = startup.shrink_to_measured_graphs(weights, kv_plan, warmup.graph_bytes)
         if fitting_plan is not kv_plan:
-            del worker  # graphs keep the blocks' addresses, so both are made anew
+            del worker  # graphs contain the blocks' addresses, so graphs and blocks are made anew
             ranks.release_followers_caches()
             gc.collect()  # runners have reference cycles
             release_cached_memory()

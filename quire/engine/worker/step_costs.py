@@ -12,12 +12,14 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
 _MIN_MAX_ROUNDS = (3, 32)
-"""Between these, _MAX_SECONDS ends the measurement."""
+"""Minimum and maximum number of rounds. Between them, the measurement ends after _MAX_SECONDS."""
 _MAX_SECONDS = 0.1
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
-    """(tokens, seconds) of steps that sample after each token. Overwrites the first KV blocks, which must be unused."""
+    """Returns (tokens, seconds) of steps that sample after each token, or nothing without speculative decoding.
+    Overwrites the first KV blocks, which must be unused.
+    """
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []
     length = min(MEASURED_CONTEXT_TOKENS, plan.max_model_len, plan.block_size * plan.num_blocks)
@@ -54,7 +56,7 @@ def measure_best_step_times(
     began = time.perf_counter()
     rounds = 0
     while rounds < _MIN_MAX_ROUNDS[0] or (rounds < _MIN_MAX_ROUNDS[1] and time.perf_counter() - began < _MAX_SECONDS):
-        # A disturbance must not hit all measurements of one count.
+        # Measure all counts in each round, so that a disturbance does not hit all measurements of one count.
         for count in counts:
             before = time.perf_counter()
             run_step(count)

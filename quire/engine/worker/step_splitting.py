@@ -18,11 +18,11 @@ from quire.kernels.collective import Collective
 log = logging.getLogger("quire.engine")
 
 _STEPS_UNTIL_RETRY = 500
-"""After this many split steps a whole one is tried, because other programs may have freed memory."""
+"""After this many split steps, a whole step is tried, because other programs may have freed memory."""
 
 
 class StepSplitter:
-    """Keeps the order of rows, because a row may read blocks that an earlier one writes in the same step."""
+    """Keeps the order of rows, because a row may read blocks that an earlier row writes in the same step."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class StepSplitter:
         can_split: Callable[[ScheduledRequest], bool],
         steps_until_retry: int = _STEPS_UNTIL_RETRY,
     ) -> None:
-        """`compute` may be called again for a batch after it ran out of memory."""
+        """`compute` may be called again for parts of a batch that ran out of memory."""
         self._compute = compute
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
@@ -81,8 +81,8 @@ class StepSplitter:
 def make_step_splitter(
     compute: Callable[[SchedulerOutput], PendingOutput], slots: InputBatch, group: Collective | None
 ) -> StepSplitter | None:
-    """None if a step cannot be repeated. Its first layers may have advanced recurrent states, or other ranks (`group`)
-    compute it too.
+    """Returns None if a step cannot be repeated, because its first layers may have advanced recurrent states, or
+    because other ranks (`group`) compute it too.
     """
     if any(slots.recurrent_states) or group is not None:
         return None
@@ -112,8 +112,8 @@ def num_tokens(batch: SchedulerOutput) -> int:
 
 
 def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
-    """Two parts with about half of the tokens each; for a single row that cannot be split, one part without its drafts;
-    otherwise nothing.
+    """Returns two parts with about half of the tokens each. Instead of a single row that cannot be split, returns the
+    row without its draft tokens. Otherwise returns nothing.
     """
     first: list[ScheduledRequest] = []
     rest = list(batch.scheduled_requests)

@@ -20,7 +20,7 @@ from quire.kernels.device.error_messages import describe_kernel_error
 class WarmupResult:
     notes: list[str]
     graph_bytes: int = 0
-    """Of all graphs, those still to be captured included; 0 if not measured."""
+    """Bytes of all graphs, including those still to be captured; 0 if not measured."""
 
 
 def warm_up_runner(
@@ -31,7 +31,7 @@ def warm_up_runner(
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupResult:
     """Compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture graphs, decodes
-    first, until `seconds` are over. Idle moments capture the rest.
+    first, until `seconds` are over. The remaining graphs are captured in idle moments.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return WarmupResult([])
@@ -73,8 +73,8 @@ def warm_up_runner(
 
 
 def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
-    """The first graph of a pool takes its buffers. Missing graphs are taken to need the median of all but the first,
-    because other programs use the GPU's memory too.
+    """Returns bytes of captured and missing graphs. A pool's first graph takes the pool's buffers, so a missing graph
+    counts as the median of the later ones. It is the median, because other programs use the GPU's memory too.
     """
     if not captured:
         return 0
@@ -85,7 +85,7 @@ def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """A kernel that fails here may work when a step needs it, or that step explains the error."""
+    """A kernel that fails here may work when a step needs it. If not, that step explains the error."""
     if find_spec("triton") is None:
         return []
     began = clock()

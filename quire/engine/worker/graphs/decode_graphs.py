@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
+"""CUDA graphs of decode steps. One launch replaces a few hundred kernel launches, so the GPU never waits for Python.
 
-A graph records addresses. A decode step is therefore a function of one static tensor (slots, positions). Padding rows
-use a scratch slot. With LoRA, some graphs have adapter slots in their rows. All graphs of a size share buffers. Further
-graphs sample greedily, and run draft heads once tokens are stored.
+A graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Padding
+rows use a scratch slot. With LoRA, the rows of some graphs also have adapter slots. All graphs of a size share buffers.
+Separate graphs sample greedily, and run draft heads once the sampled tokens are stored.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 FIRST_GRAPH_CONTEXT = 2048
-"""In tokens. Each further graph allows four times more. Kernels split work by a graph's longest context, so one graph
-for all contexts would be slow for short ones.
+"""In tokens. Each further graph allows contexts four times as long. Kernels split work by the longest context of a
+graph, so one graph for all contexts would be slow for short ones.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read host data
-that changes.
+"""Maps (rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read host
+data that changes.
 """
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows, hidden states) to tokens [B] int64, which are also stored in slots, or to [..., B]."""
+"""Maps (rows, hidden states) to tokens [B] int64, which are also stored in slots, or to [..., B]."""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""(rows, hidden states, max blocks) to [B, ...]. Runs once tokens are stored."""
+"""Maps (rows, hidden states, max blocks) to [B, ...]. Runs once sampled tokens are stored."""
 MAX_SAMPLE_ROWS = 64
-"""More logits take much memory, and launching no longer dominates."""
+"""Larger batches sample eagerly, because their logits take much memory and launches no longer dominate their time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class StepFunctions:
 
 
 _GraphKey = tuple[int, int | None, int]
-"""Rows, max blocks (None: sampling), row parts."""
+"""(number of rows, max blocks, row parts). Max blocks is None for graphs that sample. Row parts are 3 with adapter
+slots, otherwise 2.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,13 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Up to the first size with a row per slot."""
+    """Returns the sizes up to the first that has a row for every slot."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Blocks of each graph's longest context, ascending."""
+    """Returns the number of blocks in each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -88,7 +90,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """Captured with the first decode graph of that key."""
+        """By (size, max blocks). Each is captured with the first decode graph of the same size and max blocks."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
@@ -99,8 +101,8 @@ class DecodeGraphs:
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """True if every token is sampled. Draft tokens are rows, because each layer stores all keys and values before
-        it attends.
+        """Returns True if the step fits and samples at every token. Draft tokens may be rows of their own, because each
+        layer stores all keys and values before it attends.
         """
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows
@@ -112,7 +114,7 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def run_decode(self, slots: np.ndarray, contexts: np.ndarray, *, all_greedy: bool = False) -> GraphOutputs:
-        """`slots`, `contexts` [R] int64. A context includes the row's token."""
+        """`slots` and `contexts` are [R] int64. A context includes the row's token."""
         count, max_blocks = len(slots), -(-int(contexts.max()) // self._input_batch.block_size)
         size = next(size for size in self._sizes if size >= count)
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
@@ -161,11 +163,13 @@ class DecodeGraphs:
 
     @property
     def num_missing(self) -> int:
-        """Failures are not missing."""
+        """Counts the graphs that are still to be captured. Failed captures do not count, because
+        they are not retried.
+        """
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Captures on scratch rows."""
+        """Returns None if the capture failed. Captures with rows of the scratch slot."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)

@@ -1,5 +1,5 @@
 """CUDA graphs of drafting. A draft token takes one upload and two graphs: one samples and stores the token, the other
-advances the state. Sampling that is not greedy is eager.
+advances the state. Non-greedy sampling runs eagerly.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
-"""(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, which are
-also stored.
+"""Maps (rows, draft index) to tokens [B] int64, which are also stored. The rows [4, B] int64 are slots, positions, the
+number of blocks in each slot's table, and state indices.
 """
 AdvanceFunction = Callable[[Tensor, int], Tensor]
-"""(rows, max blocks) to states [B, hidden], which are also stored."""
+"""Maps (rows, max blocks) to states [B, hidden], which are also stored."""
 
 
 class _GraphKey(NamedTuple):
     size: int
     max_blocks: int | None
-    """None: sampling."""
+    """None for a graph that samples."""
     draft_index: int = 0
-    """0 unless samplers differ."""
+    """0 for all draft tokens unless each has a sampler of its own."""
 
 
 class DraftHeadGraphs:
@@ -44,8 +44,8 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """`advance`: None if all drafts come from one state. `num_samplers`: draft indices that have their own
-        samplers.
+        """`advance` is None if all draft tokens come from one state. `num_samplers`: the number of samplers; draft
+        token n uses sampler n, or the last one.
         """
         self._sample = sample
         self._advance = advance
@@ -60,7 +60,7 @@ class DraftHeadGraphs:
         return self._sizes[-1]
 
     def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """[4, B] int64, for the next graphs."""
+        """Copies `rows` [4, B] int64 to the buffer that the next graphs read. Returns the buffer's first B columns."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
@@ -69,7 +69,7 @@ class DraftHeadGraphs:
         return self._row_buffers[size][:, :count]
 
     def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
-        """[B] int64 for uploaded rows; None without a graph."""
+        """Returns draft tokens [B] int64 for the uploaded rows, or None if no graph can sample them."""
         size = self._graph_size(count)
         graph = (
             self._get_or_capture_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
@@ -78,7 +78,7 @@ class DraftHeadGraphs:
         )
         return (
             None if graph is None else graph.replay_rows(count).clone()
-        )  # the next draft may overwrite it before it is downloaded
+        )  # the next draft may overwrite the tokens before they are downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
@@ -100,7 +100,9 @@ class DraftHeadGraphs:
 
     @property
     def num_missing(self) -> int:
-        """Failures are not missing."""
+        """Counts the graphs that are still to be captured. Failed captures do not count, because
+        they are not retried.
+        """
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _graph_keys(self) -> Iterator[_GraphKey]:
@@ -112,7 +114,7 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Captures on scratch rows."""
+        """Returns None if the capture failed. Captures with rows of the scratch slot."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

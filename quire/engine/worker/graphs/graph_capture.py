@@ -25,46 +25,48 @@ class CapturedGraph:
     output: Tensor
 
     def replay_rows(self, count: int) -> Tensor:
-        """The next graph may overwrite the result."""
+        """Returns the first `count` rows of the output. The next graph may overwrite them."""
         self.replay()
         return self.output[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """The next step overwrites these tensors."""
+    """Results of a step, in tensors that the next step overwrites."""
 
     sample_hidden: Tensor  # [R, width]
     all_hidden: Tensor | None  # [T, width] in batch order; None if not needed
     used_cuda_graph: bool
     sampled_tokens: Tensor | None = None  # from a sampling graph
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, width]. Call once sampled tokens are stored."""
+    """Returns [R, width]. Call after sampled tokens are stored."""
 
 
 class GraphSet(Generic[GraphKey]):
-    """Ranks capture in the same order, and use no graph that failed on one of them. Otherwise ranks might wait for each
-    other's collectives.
+    """CUDA graphs by key. All ranks capture in the same order, and none uses a graph that failed on any of them.
+    Otherwise ranks might wait forever for each other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture the same graphs; None: only this one."""
+        """`group`: the ranks that capture the same graphs; None if only this rank does."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """Kept, because PyTorch would free the pool with its last graph."""
+        """Graphs that another rank could not capture. They are kept, because PyTorch frees a pool
+        with its last graph.
+        """
         self.eager_reasons: dict[GraphKey, str] = {}
         self._num_rows: dict[GraphKey, int] = {}
 
     def __contains__(self, kind: GraphKey) -> bool:
-        """True also after a failure."""
+        """True if the graph was captured, and also if its capture failed."""
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Does not retry failures, because memory stays short and an attempt takes a step's time. Raises ConfigError if
-        other ranks may hang.
+        """Capture the graph, or record why that failed. A failure is not retried, because memory would still be short
+        and an attempt takes the time of a step. Raises ConfigError if other ranks may hang.
         """
         assert key not in self
         captured = None
@@ -106,10 +108,10 @@ class GraphSet(Generic[GraphKey]):
 
 
 class CudaGraphCapture:
-    """Graphs share a pool, so no two run at once."""
+    """Captures graphs that share one memory pool, so no two of them may run at the same time."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept, because PyTorch's allocator still asks them about memory."""
+    """These are kept, because PyTorch's allocator still queries failed graphs about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         self._allocator = allocator
@@ -117,7 +119,7 @@ class CudaGraphCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # Run eagerly first: libraries initialize and Triton compiles.
+        # Run eagerly first, so that libraries initialize and Triton compiles before the capture.
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -125,7 +127,7 @@ class CudaGraphCapture:
             with torch.cuda.stream(self._stream):
                 function()
             before.wait_stream(self._stream)
-            # By default, other threads' copies of KV blocks (block_movers.py) would end the capture.
+            # In the default mode, other threads that copy KV blocks (block_movers.py) would end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except BaseException:
@@ -136,11 +138,12 @@ class CudaGraphCapture:
         return graph.replay, result
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several
-        streams would then never be freed, and nothing else could be captured into the pool.
+        """Take the pool out of capture mode and use a new one. If ending a capture fails, the pool stays in capture
+        mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several streams would then never be freed, and
+        nothing else could be captured into the pool.
         """
         device = self._stream.device_index
-        with suppress(Exception):  # ended properly or never began
+        with suppress(Exception):  # the capture ended properly or never began
             self._allocator._cuda_endAllocateToPool(device, self._pool)
             self._allocator._cuda_releasePool(device, self._pool)
         self.failed_graphs.append(graph)

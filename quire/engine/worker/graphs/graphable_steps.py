@@ -14,7 +14,9 @@ ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor
 
 
 class GraphableSteps:
-    """Appends auxiliary hidden states to hidden states."""
+    """The functions that CUDA graphs capture. Those that return hidden states append auxiliary hidden states to each
+    row.
+    """
 
     def __init__(
         self,
@@ -24,7 +26,9 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
-        """`compute_head_states` runs after sampling."""
+        """`compute_head_states` runs after sampling, with the tokens' slots, metadata, hidden and auxiliary hidden
+        states.
+        """
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots
@@ -39,7 +43,7 @@ class GraphableSteps:
         return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
     def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
-        """The batch has `num_decodes` rows, then chunks."""
+        """The batch has `num_decodes` decode rows, then prefill chunks."""
         return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
     def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""CUDA graphs of small mixed batches: decodes, then chunks of a few prompts.
+"""CUDA graphs of small mixed batches, which have decodes and then chunks of a few prompts.
 
-A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding is valid: decodes of the scratch
-slot, and sequences of it that take all remaining tokens. So no sequence is empty and every token has a sequence, as
-some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the
-maximum length (kernels/gpu/prefill_decode_split.py).
+A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding consists of valid work on the
+scratch slot: decodes, and prefill sequences that take all remaining tokens. So no sequence is empty and every token
+belongs to a sequence, as some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use
+the ragged kernel with the maximum length (kernels/gpu/prefill_decode_split.py).
 
-vLLM has a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
-attention from the host takes most of a small step's time.
+vLLM has piecewise graphs, one set for each number of tokens, and runs attention between the pieces. That needs fewer
+graphs, but launching attention from the host takes most of a small step's time.
 
-A key is captured in an idle moment after a step first asks for it, or when a step asks again.
+After a step first asks for a graph, it is captured in an idle moment, or when another step asks for it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 NUM_PREFILL_ROWS = 8
-"""At least one is padding."""
+"""The number of prefill sequences in a graph. At least one is padding."""
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
-width]. Restricted like a DecodeFunction.
+"""Maps (rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
+width]. The restrictions of DecodeFunction apply.
 """
 
 MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
-"""(the same, hidden states) to [T, ...]."""
+"""Maps (the arguments of MixedStepFunction, hidden states) to [T, ...]."""
 
 
 class MixedGraphKey(NamedTuple):
@@ -60,7 +60,7 @@ class GraphPlan:
     scheduler_output: SchedulerOutput
     key: MixedGraphKey
     is_decode: np.ndarray
-    """Drafts count as decodes."""
+    """[requests] bool. Requests with draft tokens also count as decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,9 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Only batches and failures decide what is captured, so all ranks agree."""
+        """Only the batches and failed captures decide which graphs are captured. Both are the same on all ranks, so the
+        ranks' graphs are too.
+        """
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -98,12 +100,12 @@ class MixedBatchGraphs:
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
     def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
-        """None to run eagerly."""
+        """Returns None if the step must run eagerly."""
         rows = scheduler_output.scheduled_requests
         if len(rows) > MIXED_GRAPH_DECODE_SIZES[-1] + NUM_PREFILL_ROWS - 1:
             return None
         is_decode = np.array([row.should_sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
-        if self._input_batch.tracks_recurrent_state_lengths:  # a new owner's state length comes from the host
+        if self._input_batch.tracks_recurrent_state_lengths:  # a slot's new request gets its state length from the host
             is_decode &= self._input_batch.known_state_mask(np.array([row.slot for row in rows]))
         num_chunks = len(rows) - int(is_decode.sum())
         if not 0 < num_chunks < NUM_PREFILL_ROWS:
@@ -147,7 +149,7 @@ class MixedBatchGraphs:
 
     @property
     def num_missing(self) -> int:
-        """At most."""
+        """An upper bound of the number of graphs still to be captured."""
         return max(MAX_MIXED_GRAPHS - len(self.graph_set.graphs), 0)
 
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
@@ -205,7 +207,9 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
-        """`num_chunks` chunks have `num_tokens` tokens in all."""
+        """Returns inputs that are all padding, with room for `num_chunks` chunks that have `num_tokens` tokens in
+        total.
+        """
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),

@@ -17,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""(salt, digest). Tenants with other salts cannot tell by timing that an image is cached."""
+"""(salt, digest). The salt prevents tenants with different salts from finding out by timing that an image is cached."""
 
 
 class _PartialEncoding:
@@ -28,7 +28,7 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
-        """None until done."""
+        """Returns None until the image is fully encoded."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -43,17 +43,19 @@ class ImageEncoderCache:
     def __init__(
         self, tower: Tower | None, vision: VisionSpec, max_bytes: int = ENCODER_CACHE_BYTES, *, one_by_one: bool = False
     ) -> None:
-        """`tower`: None in later pipeline stages. `one_by_one`: a batch would change an image's bits."""
+        """`tower` is None in later pipeline stages. `one_by_one` encodes each image alone, because a batch would change
+        the bits of its features.
+        """
         self._tower = tower
         self._vision = vision
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """The last image is always kept."""
+        """The image stored last is kept even if it is larger."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """Keyed by slot; several slots may share one."""
+        """By slot. Several slots may share one encoding."""
         self.num_encoded = 0
 
     def run_scheduled_encoder_chunks(
@@ -84,7 +86,7 @@ class ImageEncoderCache:
     def gather_features(
         self, rows: Iterable[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> MediaEmbeddings | None:
-        """None without image tokens."""
+        """Returns None if the rows have no image tokens."""
         token_indices: list[np.ndarray] = []
         values: list[Tensor] = []
         begin = 0
@@ -110,7 +112,7 @@ class ImageEncoderCache:
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
-        """[rows, size]."""
+        """Returns [rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings
@@ -129,7 +131,7 @@ class ImageEncoderCache:
 
     def _get_features(self, new_request: NewRequestData, span: MediaSpan) -> Tensor:
         key = new_request.cache_salt, span.digest
-        if key not in self._cache:  # evicted since
+        if key not in self._cache:  # evicted since it was encoded
             self._encode_images({key: _find_image_by_digest(new_request, span.digest)})
         self._cache.move_to_end(key)
         features = self._cache[key]
@@ -146,7 +148,9 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """Returns the part with the most patches."""
+    """Returns a blank square image of `side` pixels. If the layout splits it, returns the part with
+    the most patches.
+    """
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

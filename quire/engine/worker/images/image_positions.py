@@ -15,7 +15,7 @@ class ImagePositions:
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
-        """Tokens after an image have rotary positions that differ from their own."""
+        """True if tokens after an image have rotary positions other than their positions in the sequence."""
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
 
     def has_rows_before_last_image_end(
@@ -73,7 +73,7 @@ class ImagePositions:
         return cached[1]
 
     def _scheduled_token_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
-        """[count, 3] int64; None if all equal the position."""
+        """Returns [num_tokens, 3] int64, or None if all coordinates equal the tokens' positions."""
         if not new_request.spans:
             return None
         table, end = self._coordinate_table(new_request), row.start + row.num_tokens
@@ -121,8 +121,8 @@ class ImagePositions:
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
-    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without mRoPE. Text continues after the
-    largest coordinate (Wang et al., 2024).
+    """Returns (time, row, column) of each token up to the last image's end, [tokens, 3] int64, or [0, 3] without mRoPE.
+    After an image, text continues after the largest coordinate (Wang et al., 2024).
     """
     contents = {each.digest: each for each in new_request.images}
     parts = []

@@ -27,10 +27,10 @@ from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.probes.encoder_probe import EncoderProbe
 
 _MAX_SIDE_PIXELS = 5000
-"""Decoding allows no larger square."""
+"""Decoding rejects square images with a longer side."""
 _NUMBERS_PER_PATCH = 20
-"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys, values, and KV blocks. The
-blocks have room for four windows, as flash-attn needs.
+"""Peak number of values per patch and hidden dimension, for the residual stream, queries, attention output, keys,
+values, and KV blocks. The KV blocks have room for four windows, as flash-attn needs.
 """
 
 
@@ -39,7 +39,7 @@ class LoadedTower(NamedTuple):
     text_only_reason: str = ""
     weight_bytes: int = 0
     encoding_bytes: int = 0
-    """A GPU's peak memory."""
+    """A GPU's peak memory while it encodes an image."""
 
 
 def load_tower(
@@ -51,7 +51,9 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """Later pipeline stages get only image positions. Raises ModelError for missing or misshapen weights."""
+    """Loads a decoder's vision tower. Later pipeline stages get only image positions. Raises ModelError for missing or
+    misshapen weights.
+    """
     vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -85,7 +87,7 @@ def load_vector_tower(
     device: torch.device,
     progress: Callable[[], None],
 ) -> LoadedTower:
-    """For a dual encoder. Raises ModelError."""
+    """Loads a dual encoder's vision tower. Raises ModelError."""
     vision = read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -126,7 +128,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Call only for devices other than CPUs."""
+    """Returns why `backend` cannot encode images, or None if it can. Call only for devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)
@@ -136,7 +138,7 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
-    """None: images are served."""
+    """Returns why images are not served, or None if they are."""
     device = chosen.device
     if (
         device.type != "cpu"

@@ -1,5 +1,5 @@
-"""Process that compiles the kernel variants in a line of JSON from stdin. On failure it exits with status 1, and
-stderr's last line is the first error.
+"""Process that reads kernel variants from stdin, as a line of JSON, and compiles them. On failure it exits with status
+1, and stderr's last line is the first error.
 """
 
 from __future__ import annotations

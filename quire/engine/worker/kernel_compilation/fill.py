@@ -1,7 +1,7 @@
-"""Fills Triton's cache with kernels of common models, for a GPU that need not be present, as the image ships them:
+"""Fills Triton's cache with kernels of common models, as the container image ships them. The GPU need not be present.
     TRITON_CACHE_DIR=FOLDER python -P -m quire.engine.worker.kernel_compilation.fill CAPABILITY [CONFIG.JSON ...]
-The capability is a number such as 90, or an AMD architecture such as gfx942. Weights are 16-bit. Default models:
-common.toml.
+The capability is a number such as 90, or an AMD architecture such as gfx942. Weights are 16-bit. Without CONFIG.JSON,
+the models are those of common.toml.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""These are for Triton, flash-attn 4, and other backends."""
+"""Tokens per block of Triton, of flash-attn 4, and of the other backends."""
 _CONTEXT_TOKENS = 8192
 """Longer contexts add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="Only say how many kinds there are")
     args = parser.parse_args()
     set_compile_target(args.capability)
-    if args.capability.backend == "hip":  # kernels choose sizes by it
+    if args.capability.backend == "hip":  # kernels choose sizes by torch.version.hip
         torch.version.hip = torch.version.hip or "none here"
     variants: dict[KernelVariant, None] = {}
     for model in [read_model_config(each.parent) for each in args.configs] or read_common_models():
@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """Runs in bfloat16, on meta tensors."""
+    """Returns the variants that the model launches in bfloat16. Runs the model on meta tensors."""
     backend = TritonBackend()
     dtype = torch.bfloat16
     config = EngineConfig()

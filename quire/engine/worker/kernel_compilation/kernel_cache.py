@@ -14,20 +14,22 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""Only the container image has this folder. Its build compiles the kernels with fill.py."""
+"""This folder exists only in the container image, whose build compiles the kernels with fill.py."""
 
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process's kernels. Afterwards this process compiles them too."""
+"""Longest wait for another process that compiles kernels. Afterwards this process compiles them too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
-"""flash-attn 4 and its libraries raise if they cannot write there. Unset, they use the temporary folder."""
+"""flash-attn 4 and its libraries raise an error if they cannot write to these folders. If the variables are unset, they
+use the temporary folder.
+"""
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """If Triton's cache is not writable, use the user's own in the temporary folder and return a note. Call before
-    Triton compiles. Raises ConfigError.
+    """If Triton's cache is not writable, use a folder of this user in the temporary folder and return a note; otherwise
+    return None. Call before Triton compiles. Raises ConfigError.
     """
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
@@ -51,8 +53,9 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock in steps that compile kernels, so that replicas which start together compile each kernel once.
-    `progress` is called during the wait. On file systems without locks nobody waits.
+    """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once.
+    `progress` is called repeatedly during the wait. The wait ends after `seconds`; on file systems without locks there
+    is none.
     """
     lock: int | None = None
     with suppress(OSError):
@@ -88,7 +91,7 @@ def _cache_folder() -> Path:
 
 
 def _copy_shipped_kernels(folder: Path) -> None:
-    """Triton reads only one folder."""
+    """Copies the image's kernels to `folder`, because Triton reads only one folder."""
 
     def copy_new(source: str, target: str) -> None:
         if not os.path.exists(target):
@@ -96,7 +99,7 @@ def _copy_shipped_kernels(folder: Path) -> None:
             shutil.copyfile(source, part)
             os.replace(part, target)
 
-    with suppress(OSError, shutil.Error):  # otherwise everything is compiled
+    with suppress(OSError, shutil.Error):  # on failure, all kernels are compiled
         if SHIPPED_KERNELS.is_dir():
             shutil.copytree(SHIPPED_KERNELS, folder, copy_function=copy_new, dirs_exist_ok=True)
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_PROCESSES = 8
-"""Each takes about 500 MB, because it imports PyTorch."""
+"""Each process takes about 500 MB of memory, because it imports PyTorch."""
 _MIN_VARIANTS_PER_PROCESS = 4
-"""A process's start takes as long as a few variants."""
+"""Starting a process takes as long as compiling a few variants."""
 _POLL_SECONDS = 0.1
 _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
@@ -47,7 +47,7 @@ class CompileResult:
 def compile_variants(
     variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str = _COMPILE_WORKER
 ) -> CompileResult:
-    """Failed variants compile at their first launch."""
+    """Variants that fail here are compiled again at their first launch."""
     with compile_lock(progress):
         return _compile_missing_variants(variants, progress, worker_module)
 

@@ -13,8 +13,8 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tiles depend on rows: in products up to 16, 32, 64 or more; in attention up to 16, 64 or more, times heads per
-group.
+"""Query lengths that lead to all tile sizes. Matrix products have tiles for up to 16, 32, 64 or more rows. Attention
+has tiles for up to 16, 64 or more rows, where a token counts as many rows as a KV head has query heads.
 """
 _LONG_CONTEXT = 4096
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
@@ -34,7 +34,7 @@ def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int
 
 @torch.inference_mode()
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
-    """Launch kernels on the scratch block. A dry run computes nothing."""
+    """Launch the kernels of steps of up to `step_tokens` tokens, on the scratch block. A dry run computes nothing."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step_inputs(slots, *shape)
@@ -78,7 +78,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """Returns the inputs as full prompts (for MLA) and with drafts (for recurrent states)."""
+    """Returns variants of the inputs: as full prompts (for MLA), and with draft tokens (for recurrent states)."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
