@@ -1,7 +1,8 @@
-"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: a follower rank's process.
+"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD` is a follower rank's process.
 
-Executes commands from stdin until the first rank closes it. With `--joined`, the first rank is on another machine. Then
-stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's store.
+It executes commands from stdin until the first rank closes stdin. With `--joined` instead of ANSWERS_FD, the first rank
+is on another machine. Then stdin has a RankAssignment (engine/worker_node.py), and commands come through the first
+rank's TCPStore.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from quire.kernels.collective import RankEnded
 _GRACE_SECONDS = 2.0
 """Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""Other means detect the first rank's end."""
+"""No timeout is needed here, because the first rank's end is detected in other ways."""
 
 ReadMessage = Callable[[], bytes | None]
-"""None once the first rank has ended."""
+"""Returns None once the first rank has ended."""
 
 
 def run_follower(
@@ -53,15 +54,16 @@ def run_follower(
         rank: FollowerRank = kind(config, start, lambda: send_answer(Alive(0)), assignment)
     except QuireError as error:
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # The first rank reads this only after loading its part. If this process ended earlier, the first rank would end
-        # too.
+        # The first rank reads this error only after loading its own part. If this process ended before that, the first
+        # rank would end too.
         while read_message() is not None:
             pass
         return 0
     except ConnectionError:  # the first rank is gone
         return 0
     send_answer(make_result(START, rank.loaded_part))
-    # The engine sends to all stages and receives from one. It must not wait for a stage that waits for the engine.
+    # The engine sends to all stages and receives from only one. The Inbox keeps reading, so that the engine never waits
+    # for a stage that itself waits for the engine.
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
         while (content := read_message()) is not None:
@@ -70,7 +72,7 @@ def run_follower(
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # Usually the first rank fails too, with a better error.
+        # Usually the first rank fails too, with a better error. Give it time to end this process.
         end = threading.Thread(target=read_message, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
@@ -91,7 +93,7 @@ def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
 
 
 def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
-    """Raises ConnectionError."""
+    """Returns functions that read commands and send answers. Raises ConnectionError."""
     orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 
@@ -111,7 +113,7 @@ def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callabl
 
 
 def main() -> None:
-    die_with_parent()  # `end_with_parent` would read the orders
+    die_with_parent()  # `end_with_parent` would read commands from stdin
     faulthandler.register(signal.SIGUSR1)
     status = 0
     try:

@@ -58,7 +58,9 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class FollowerRank(RankMethods):
-    """Raises QuireError."""
+    """A rank that executes the first rank's commands. The constructor loads this rank's part of the model. Raises
+    QuireError.
+    """
 
     setting: str
     loaded_part: LoadedPart
@@ -70,7 +72,7 @@ class FollowerRank(RankMethods):
     def __init__(
         self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
-        """`assignment`: None on the first machine."""
+        """`assignment` is None for ranks on the first machine."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
@@ -107,11 +109,13 @@ class FollowerRank(RankMethods):
         self._runner.launch(scheduler_output)
 
     def close_group(self) -> None:
-        """Unblocks other ranks."""
+        """Unblocks other ranks that wait for this one."""
         self._group.abort_collectives()
 
     def handle_and_get_reply(self, content: bytes) -> RankReply | None:
-        """Raises QuireError, and RankEnded or BrokenPipeError if another rank has ended."""
+        """Returns None if the command needs no reply. Raises QuireError, and RankEnded or BrokenPipeError if another
+        rank has ended.
+        """
         command = decode_command(content)
         if isinstance(command, StepCommand):
             self._run_step(command.scheduler_output, command.sampled_tokens)
@@ -173,7 +177,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """Has the whole image tower, because all ranks compute the same features."""
+    """Has the whole vision tower, because all ranks compute the same image features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None

@@ -1,5 +1,5 @@
-"""Pipeline parallelism. The engine is the last stage. It decides steps, sends them to all, and samples. Meanwhile
-earlier stages compute later steps of other requests.
+"""Pipeline parallelism. The engine is the last stage. It schedules steps, sends them to all stages, and samples.
+Meanwhile earlier stages compute later steps of other requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
-    """All stages but the last, in order."""
+    """The followers are all stages except the last, in order."""
 
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
@@ -41,7 +41,7 @@ class Stages(MultiProcessRanks):
         progress: Callable[[], None],
         on_end: Callable[[int], None] | None = None,
     ) -> None:
-        """A thread calls `progress` after each layer. Raises ConfigError."""
+        """A thread calls `progress` after each layer that another stage computes. Raises ConfigError."""
         super().__init__(config, chosen, on_end)
         self._progress = progress
 
@@ -67,7 +67,7 @@ class Stages(MultiProcessRanks):
         return DraftHeadRunner(*parts)
 
     def make_collective_rpc(self, model: Decoder) -> None:
-        """Loaded stages answer no calls."""
+        """Returns None, because loaded stages answer no calls."""
 
 
 def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """Computes a step when its result is requested, while earlier stages compute later ones."""
+    """Computes a step when its result is requested. Meanwhile earlier stages compute later steps."""
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
         super().__init__(*parts)
@@ -93,7 +93,7 @@ class LastStageRunner(ModelRunner):
             for step in self._in_flight
             for row in step.prepared.scheduler_output.scheduled_requests
         ):
-            self.finish_steps_through(self._in_flight[-1])  # sampling must read the slot's previous owner
+            self.finish_steps_through(self._in_flight[-1])  # their sampling needs the slot's previous request
         self._stages.send_to_followers(StepCommand(redact_for_followers(scheduler_output), self._unsent_samples))
         self._unsent_samples = []
         self._in_flight.append(step := _InFlightStep(self, self._prepare_batch(scheduler_output)))
@@ -101,7 +101,7 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
-        """Includes all steps before it."""
+        """Compute this step and all steps before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():
@@ -129,7 +129,7 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """Any stage but the last."""
+    """Runs any stage except the last."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)

@@ -1,4 +1,6 @@
-"""Each rank reads its part of an adapter. Slots change in step with the first rank."""
+"""Loads adapters on follower ranks. Each rank reads its part of an adapter. A slot changes between the same steps as on
+the first rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class FollowerAdapterLoader:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Raises RuntimeError unless the load ended as on the first rank."""
+        """Wait until the slot's load has ended. Raises RuntimeError unless it ended as on the first rank."""
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

@@ -14,19 +14,21 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The leader and its followers. --executor-cls names a subclass of an implementation, which may override
-    `runner`.
+    """The leader and its followers. A class named by --executor-cls must be a subclass of an implementation, and may
+    override `runner`.
     """
 
     note: str | None = None
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process's part, and wait for all. The int counts the bytes of other pipeline stages."""
+        """Load this process's part, and wait until all processes have loaded theirs. The int is the bytes of the other
+        pipeline stages' weights.
+        """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """`measure`: for this process."""
+        """Return the bytes available for the KV cache. `measure` returns them for this process."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -34,7 +36,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:
-        """Followers read it after completing earlier messages."""
+        """Followers read the message after completing earlier ones."""
 
     def make_follower_runners(self, *, captures_mixed_batches: bool) -> None:
         self.send_to_followers(
@@ -46,19 +48,19 @@ class RankGroup(ABC):
 
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:
-        """`parts`: ModelRunner's arguments."""
+        """`parts` are ModelRunner's arguments."""
 
     @abstractmethod
     def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
-        """`parts`: DraftHeadRunner's arguments."""
+        """`parts` are DraftHeadRunner's arguments."""
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """Extend this process's loader to all."""
+        """Return a loader that loads adapters on all ranks. `loader` loads only on this one."""
 
     @abstractmethod
     def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
-        """None if processes take no calls."""
+        """Returns None if the ranks take no calls."""
 
     @abstractmethod
     def stop_ranks(self) -> None:

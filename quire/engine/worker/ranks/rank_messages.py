@@ -1,4 +1,4 @@
-"""Frames between the first rank and followers. All but steps are utility calls."""
+"""Messages between the first rank and followers. All commands except steps are utility calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """The first message. The result of START is a LoadedPart."""
+    """The first message to a follower. Its reply is the result of START, a LoadedPart."""
 
     config: str
     rank: int
     descriptors: list[int]
     cores: list[int]
-    """Empty: no pinning."""
+    """Cores to pin the process to; empty: no pinning."""
     store: tuple[str, int] | None = None
-    """TCPStore address; None with shared memory."""
+    """TCPStore's address; None if the ranks share memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """Bytes as read or, for pipeline stages, in memory."""
+    """Bytes of the weights in files or, for pipeline stages, in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """Shape and dtype, for pipeline stages."""
+    """Shapes and dtypes by tensor name, for pipeline stages."""
     weight_digest: str = ""
-    """Empty on a single machine."""
+    """Empty if all ranks are on one machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -42,11 +42,13 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scheduler_output: SchedulerOutput
     sampled_tokens: list[SampledTokens] = []
-    """Tokens sampled since the last command, for pipeline stages, which have no collective."""
+    """Tokens sampled since the last command. Pipeline stages need them, because no collective
+    brings them the tokens.
+    """
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A remote rank has ended. `code` is as in subprocess."""
+    """A remote rank has ended. `code` is a return code as in subprocess."""
 
     code: int
 
@@ -55,23 +57,27 @@ KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
 
 
 class RankMethods(ABC):
-    """A follower that fails reports it as the result of START, and ends."""
+    """The first rank calls these methods on its followers. A follower that fails sends the error as the result of
+    START, and ends.
+    """
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Contact all ranks. On a GPU, run the largest step. Return bytes on this rank's device or machine."""
+        """Check that all ranks are connected. On a GPU, run the largest step. Return the bytes available on this rank's
+        device or machine.
+        """
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """Allocate exactly these blocks and slots."""
+        """Allocate exactly this many blocks and slots."""
 
     @abstractmethod
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
-        """The first rank tries whether to capture mixed batches."""
+        """Make the model runner. Only the first rank tries whether mixed batches can be captured."""
 
     @abstractmethod
     def release_cache(self) -> None:
-        """Free blocks and runner. A smaller allocation follows."""
+        """Free the KV blocks and the runner. A smaller allocation follows."""
 
     @abstractmethod
     def warm_up_next(self) -> None:
@@ -85,7 +91,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
-        """Returns an error message on failure."""
+        """Returns the variants, or an error message on failure."""
 
     @abstractmethod
     def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
@@ -96,7 +102,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
-        """`files`: sent once to other machines."""
+        """`files`: contents by file name. They are sent to other machines only, and once per adapter."""
 
     @abstractmethod
     def await_adapter(self, slot: int, *, failed: bool) -> None:
@@ -104,7 +110,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:
-        """`content`: from `encode_call`."""
+        """`content` comes from `encode_call`."""
 
 
 RankCommand = StepCommand | UtilityCall

@@ -44,7 +44,7 @@ STOP_SECONDS = 5.0
 """Time for a process to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL takes unreserved memory for calls in graphs: gigabytes with some drivers
+"""With 1, NCCL takes memory that was not reserved for its calls in graphs, gigabytes with some drivers
 (https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS).
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
@@ -79,8 +79,8 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Starts on construction, once all machines have joined. Ends by `stop_ranks` or garbage collection. Raises
-    ConfigError.
+    """Ranks in several processes. The constructor starts them, once all machines have joined, and raises ConfigError.
+    `stop_ranks` or garbage collection ends them.
     """
 
     setting: str
@@ -101,7 +101,7 @@ class MultiProcessRanks(RankGroup):
         """Empty if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """They return None once a process has ended."""
+        """Each returns None once its process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
         if chosen.device.type == "cuda" and not config.enforce_eager:
@@ -135,8 +135,8 @@ class MultiProcessRanks(RankGroup):
         on_cpu = self._device.type == "cpu"
         num_local = self._config.local_world_size
         config_json = self._config.model_dump_json()
-        # Aborting NCCL waits for the GPU and for graphs with its calls. The thread starts here, because a finalizer at
-        # program exit cannot start one.
+        # Aborting NCCL waits for the GPU and for graphs with NCCL calls. The thread that aborts starts here, because a
+        # finalizer at program exit cannot start one.
         closing = threading.Thread(
             target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
@@ -176,14 +176,14 @@ class MultiProcessRanks(RankGroup):
         self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Other machines get the files once."""
+        """Send the adapter to all followers. Other machines get its files only once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
         self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
         if remote:
             names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
             files = {}
-            with suppress(OSError):  # no rank can load it; this one reports why
+            with suppress(OSError):  # no rank can load the adapter; this one reports why
                 files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
                 self._sent_adapters.add(adapter.digest)
             self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, files), remote)
@@ -196,7 +196,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raises EngineError with the reason if a rank ends, or a GPU stops waiting for one."""
+        """Raises EngineError with the reason if a rank ends, or if a GPU gives up waiting for a rank."""
         self._raise_failure()
         try:
             yield
@@ -256,8 +256,8 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
-        connections fail.
+        """Returns bytes for all ranks of a machine. The machine or GPU with the least memory decides. Raises
+        ConfigError if connections fail.
         """
         others = self.call_followers(RankMethods.measure_memory)
         with self.rank_failures_as_engine_errors():
@@ -344,7 +344,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """Kill stopped processes (SIGSTOP), because all others wait for them."""
+    """Kill processes that are stopped (SIGSTOP) for too long, because all other ranks wait for them."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()
@@ -358,10 +358,10 @@ def _watch_and_kill_stopped_ranks(
 
 
 def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
-    """`cores`: the thread's cores before it was pinned, if it was."""
+    """`cores`: the cores of this thread before it was pinned; empty if it was not."""
     closing.set()
     stay_on(cores)
-    end_processes(processes, STOP_SECONDS)  # together: ranks that wait in NCCL for each other never end
+    end_processes(processes, STOP_SECONDS)  # all at once, because ranks that wait for each other in NCCL never end
 
 
 def _trigger_group_close(group_ended: threading.Event, closing_thread: threading.Thread | None) -> None:

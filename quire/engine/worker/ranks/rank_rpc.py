@@ -1,4 +1,4 @@
-"""Calls users' functions, or methods by name, on every rank between steps."""
+"""Calls users' functions, or methods of RankWorker by name, on every rank between steps."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, for users' functions. RPC_METHODS are called by name."""
+    """A rank, as the first argument of users' functions. RPC_METHODS lists the methods that are called by name."""
 
     rank: int
     world_size: int
     model: Decoder
-    """After changing weights, call `reset_prefix_cache`."""
+    """After changing the model's weights, call `reset_prefix_cache`."""
 
     def describe(self) -> dict[str, object]:
         description = {"rank": self.rank, "world_size": self.world_size, "device": str(self.model.device)}
         return {**description, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
 
     def parameters(self) -> dict[str, list[object]]:
-        """Shape and dtype by checkpoint name."""
+        """Returns shapes and dtypes by checkpoint name."""
         table = self.model.parameters()
         return {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in table.items()}
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """Errors become part of the result."""
+    """Returns a pickled pair: (value, None), or (None, error message) if the call fails."""
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # to import the function's module

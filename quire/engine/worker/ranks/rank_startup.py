@@ -54,7 +54,7 @@ def start_ranks(
         "kv_cache_dtype": kv_cache_dtype_name(config, chosen),
     }
     if chosen.device.type == "cuda" and not can_capture_decodes(chosen.backend, chosen.spec):
-        settings["enforce_eager"] = True  # maybe decided by a trial, which followers skip
+        settings["enforce_eager"] = True  # a trial may have decided this, and followers skip trials
     local = config.model_copy(update=settings)
     if config.pipeline_parallel_size > 1:
         return executor_class_or_default(config, Stages)(local, chosen, progress, on_end)
@@ -62,7 +62,7 @@ def start_ranks(
 
 
 def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
-    """Raises ConfigError unless it is a subclass."""
+    """Raises ConfigError unless the configured class is a subclass of `default`."""
     if config.executor_cls is None:
         return default
     return import_class("executor_cls", config.executor_cls, default, "executor")
@@ -89,7 +89,7 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
-    """None if nothing is missing."""
+    """Returns why this many ranks cannot use the device, or None if they can."""
     if is_other_device(device):
         return f"ranks compute only on CPUs and CUDA GPUs so far, not on {device.type}; see --device"
     if device.type != "cuda":
@@ -103,7 +103,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
 
 
 def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raises ConfigError if the model or other settings rule it out."""
+    """Raises ConfigError if the model or other settings rule out pipeline stages."""
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config

@@ -1,5 +1,5 @@
-"""Ranks on other machines, and a proxy of each. All messages go through the first rank's TCPStore: a queue of join
-requests, and two queues per rank, for commands and answers.
+"""Ranks on other machines, and the first rank's proxies of them. All messages go through the first rank's TCPStore. It
+has a queue of join requests, and two queues for each rank, one for commands and one for answers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A machine that is silent for this long is lost. Including a restart, this takes less than 10 s."""
+"""A machine that is silent for this long is lost. This time and a restart together take less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
 
@@ -41,7 +41,7 @@ _REPORT_AFTER_SECONDS = 3.0
 class JoinRequest(msgspec.Struct, frozen=True):
     version: str
     model: str
-    """A digest of its config."""
+    """A digest of the model's config."""
     kernels: str
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
@@ -55,7 +55,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """Empty if accepted."""
+    """Why the rank must not join; empty if it is accepted."""
     final: bool = True
     """If True, the rank must not retry."""
 
@@ -66,7 +66,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     store: tuple[str, int]
     rank: int
     settings: dict[str, Any]
-    """Settings that this machine knows better than machine 0."""
+    """Settings whose values on this machine replace those of machine 0."""
     cores: list[int]
     """Cores to pin the process to; empty: no pinning."""
     niceness: int
@@ -75,7 +75,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
 
 
 def make_join_request(config: EngineConfig, node: int, local_rank: int, pid: int = 0) -> JoinRequest:
-    """Without `host` and `reply`. Raises ModelError."""
+    """Leaves `host` and `reply` empty. Raises ModelError."""
     path = resolve_model_with_overrides(config)
     model = repr(apply_context_settings(load_model_config(config, path), config))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), CpuBackend()
@@ -85,12 +85,12 @@ def make_join_request(config: EngineConfig, node: int, local_rank: int, pid: int
 
 
 def order_queue_name(rank: int) -> str:
-    """An empty message ends the rank."""
+    """The queue of commands for the rank. An empty message ends the rank."""
     return f"orders/{rank}"
 
 
 def answer_queue_name(rank: int) -> str:
-    """The queue also carries heartbeats."""
+    """The queue of the rank's answers and heartbeats."""
     return f"answers/{rank}"
 
 
@@ -116,7 +116,9 @@ class RemoteRank:
         return self._return_code if self.has_ended else None
 
     def wait(self) -> int:
-        """Wait until the rank ends or its machine is silent. Return its code, or SIGKILL's if none was reported."""
+        """Wait until the rank ends or its machine is silent. Return the rank's code, or that of SIGKILL if it reported
+        none.
+        """
         self._has_ended.wait()
         return self._return_code
 
@@ -129,7 +131,7 @@ class RemoteRank:
         self.end()
 
     def send(self, content: bytes) -> None:
-        """Raises BrokenPipeError."""
+        """Raises BrokenPipeError if the rank has ended."""
         if self._has_ended.is_set():
             raise BrokenPipeError
         self._push_order(content[FRAME_HEADER.size :])
@@ -142,7 +144,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """None once the rank has ended."""
+        """Returns None once the rank has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -156,7 +158,7 @@ class RemoteRank:
 
 class NodeRendezvous:
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """Raises ConfigError if it cannot listen, and ModelError."""
+        """Raises ModelError, and ConfigError if this machine cannot listen at `master_addr`."""
         self._config, self._silence = config, silence
         self._own_request = make_join_request(config, 0, 0)
         self._ranks: dict[int, RemoteRank] = {}
@@ -166,7 +168,7 @@ class NodeRendezvous:
         self.store = open_store(listener)
 
     def wait_for_ranks(self) -> list[RemoteRank]:
-        """In rank order. Raises ConfigError on timeout."""
+        """Returns the remote ranks in rank order. Raises ConfigError on timeout."""
         began = time.monotonic()
         try:
             while missing := self._missing_nodes():
@@ -191,7 +193,7 @@ class NodeRendezvous:
             self._print_once(f"waiting for {who} at {where}")
 
     def _missing_nodes(self) -> list[int]:
-        """Machines with a rank that has not joined, or has ended."""
+        """Returns machines with a rank that has not joined, or has ended."""
         here = self._config.local_world_size
         there = {rank for rank, each in self._ranks.items() if not each.has_ended}
         return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})

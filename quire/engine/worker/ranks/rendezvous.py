@@ -1,5 +1,5 @@
-"""How ranks communicate: by shared memory if the backend has kernels for it, by NCCL between GPUs, otherwise by a
-torch.distributed group.
+"""Connects ranks. They communicate by shared memory if the backend has kernels for it, by NCCL between GPUs, and
+otherwise by a torch.distributed group.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """Raises ConfigError if a sum fails, takes over `seconds`, or is wrong, as on GPUs behind some IOMMUs."""
+    """Raises ConfigError if a sum over the ranks fails, takes over `seconds`, or is wrong, as on GPUs behind some
+    IOMMUs.
+    """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
@@ -78,7 +80,7 @@ def check_connection(
 
 
 def _find_all_reduce_error(group: Collective, device: torch.device, seconds: float) -> str | None:
-    """Integers are exact in float32."""
+    """Sums integers, which are exact in float32. Returns what went wrong, or None."""
     numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
     total = group.all_reduce(numbers.clone())
     if device.type == "cuda":
@@ -93,7 +95,7 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
 
 
 def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
-    """None: this process's environment."""
+    """Returns None if the rank uses this process's environment."""
     if device.type != "cuda":
         return None
     is_hip = torch.version.hip is not None
@@ -104,8 +106,9 @@ def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """The rank's GPU comes first, as every thread's default. All stay visible, because NCCL may otherwise choose
-    inconsistent paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """Returns all visible GPUs. The rank's GPU comes first, because the first one is every thread's default. The other
+    GPUs stay visible, because NCCL may otherwise choose inconsistent paths
+    (https://github.com/NVIDIA/nccl/issues/1066).
     """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

@@ -1,6 +1,6 @@
-"""Tensor parallelism: ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first rank,
-the engine, sends each command before executing it. So ranks build their own tensors, capture the same graphs, and
-launch a step before the last one's tokens are read.
+"""Tensor parallelism. All ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first
+rank, which is the engine, sends each command before executing it. So every rank builds its own tensors, captures the
+same graphs, and launches a step before the previous step's tokens are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""How long the first rank waits for the others' kernel variants."""
+"""How long the first rank waits for the other ranks' kernel variants."""
 
 
 class SpmdRanks(MultiProcessRanks):
@@ -78,14 +78,14 @@ class SpmdRunner(ModelRunner):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
-        """Ranks do not communicate meanwhile. Raises RuntimeError if a rank fails."""
+        """Ranks do not communicate during the dry run. Raises RuntimeError if a rank fails."""
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
         read_others = self._ranks.call_followers(RankMethods.find_kernel_variants, step_tokens)
         try:
             variants = dict.fromkeys(super().kernel_variants(step_tokens))
         finally:
-            others = read_others(VARIANTS_TIMEOUT_SECONDS)  # otherwise the next call would read them
+            others = read_others(VARIANTS_TIMEOUT_SECONDS)  # otherwise the next call would read these results
         for rank, each in enumerate(others, 1):
             if isinstance(each, str):
                 raise RuntimeError(f"rank {rank}: {each}")
@@ -94,7 +94,7 @@ class SpmdRunner(ModelRunner):
 
 
 class SpmdDraftHeadRunner(DraftHeadRunner):
-    """Heads are replicated, but use the sharded decoder's embeddings and logits."""
+    """Runs draft heads on all ranks. The heads are replicated, but use the sharded decoder's embeddings and logits."""
 
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
         super().__init__(*parts)
@@ -127,7 +127,9 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Followers need no grammars, and only the sampling parameters of plain greedy requests."""
+    """Returns a copy without what followers do not need. They need no grammars, and of the sampling parameters only
+    whether a request is plain greedy, and prompt_logprobs.
+    """
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,
