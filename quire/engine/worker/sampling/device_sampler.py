@@ -1,4 +1,4 @@
-"""GPU sampler, equivalent to sampler.py. The host never waits."""
+"""Sampler for GPUs, equivalent to sampler.py. The host never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """For devices without float64, which sampling needs."""
+    """Samples on the host, for devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
@@ -52,14 +52,16 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """Only the first rank has grammars, seeds and penalties, and all ranks need the same tokens."""
+    """Samples on the first rank, because only that rank has grammars, seeds and penalties. Broadcasts the tokens,
+    because all ranks need the same ones.
+    """
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Needs contiguous logits."""
+    """`logits` must be contiguous."""
     from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 
     if logits.shape[1] > MAX_VOCAB:

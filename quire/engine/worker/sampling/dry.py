@@ -24,7 +24,7 @@ _MAX_EXPONENT = 64
 _MAX_PENALTY = 1e30
 _NO_TOKEN = -1
 _FACTOR, _MIX_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-"""The factors are odd, otherwise arbitrary."""
+"""Factors of the hash. They must be odd, and are otherwise arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
-    """-1: all tokens."""
+    """-1 means all tokens."""
     breaker_lengths: np.ndarray
-    """[L] int64: the different lengths of sequence breakers."""
+    """[L] int64: the distinct lengths of sequence breakers."""
     breaker_hashes: np.ndarray
-    """[B] int64, sorted. Thousands of sequences are found in the time of one."""
+    """[B] int64, sorted. With hashes, finding thousands of sequence breakers takes as long as finding one."""
     powers: np.ndarray
     """[2, max_length + the longest breaker] int64: powers of _FACTOR and of its inverse, for hashes of windows."""
 
 
 def make_dry_rule(params: SamplingParams) -> DryRule:
-    """For parameters with `has_dry`."""
+    """Call only if `params.has_dry`."""
     allowed = params.dry_allowed_length
     penalties = np.zeros(allowed + _MAX_EXPONENT + 1)
     growth = np.power(params.dry_base, np.arange(_MAX_EXPONENT + 1, dtype=np.float64))
@@ -61,13 +61,13 @@ def make_dry_rule(params: SamplingParams) -> DryRule:
 
 
 def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Hashes are modulo 2**64, in which int64 wraps."""
+    """Returns hashes modulo 2**64, because int64 arithmetic wraps."""
     tokens = np.array(sequences, dtype=np.int64)
     return (_mix(tokens) * _list_powers(_FACTOR, tokens.shape[1])).sum(1)
 
 
 def _mix(tokens: Any) -> Any:
-    """An array or a tensor of int64."""
+    """`tokens`: an array or a tensor of int64."""
     mixed = (tokens + 1) * _MIX_FACTOR
     return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
 
@@ -103,12 +103,12 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
 
 
 def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
-    """[n, width]: each token, after the width - 1 tokens before it."""
+    """Returns [n, width]: each token, preceded by the width - 1 tokens before it."""
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 
 def _num_tokens_after_breaker(tokens: Tensor, rule: DryRule, max_length: int) -> Tensor:
-    """Counted from the last sequence breaker; at most `max_length`."""
+    """Returns the number of tokens after the last sequence breaker, at most `max_length`."""
     breaker_lengths, hashes, powers = upload_arrays(
         [rule.breaker_lengths, rule.breaker_hashes, rule.powers], tokens.device
     )

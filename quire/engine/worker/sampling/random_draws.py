@@ -13,12 +13,12 @@ _XTC_STREAM = 0x5DEECE66D1B7C3A5
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[n] float64 in [0, 1)."""
+    """Returns [n] float64 in [0, 1)."""
     return torch.from_numpy(_uniform_array(seeds, positions, 0))
 
 
 def xtc_draw(seed: int, position: int) -> float:
-    """In [0, 1)."""
+    """Returns a number in [0, 1)."""
     return float(_uniform_array([seed], [position], _XTC_STREAM)[0])
 
 
@@ -30,7 +30,7 @@ def _uniform_array(seeds: Sequence[int], positions: Sequence[int], stream: int) 
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """Also applied to seeds, because neighboring seeds must share no part of their streams."""
+    """Mixes bits. Seeds are also mixed, because the streams of neighboring seeds must not overlap."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

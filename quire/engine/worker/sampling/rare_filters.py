@@ -15,11 +15,11 @@ from torch import Tensor
 from quire.engine.common.request_params import SamplingParams
 
 _FIXED_POINT_ONE = 2.0**44
-"""Scale of fixed-point sums, which do not depend on the order of summands."""
+"""Scale of fixed-point sums. Unlike sums of floats, they do not depend on the order of summands."""
 _NUM_CANDIDATES = 1024
-"""Only this many tokens are sorted, unless they have too little probability together."""
+"""Only this many tokens are sorted, or all tokens if these have too little probability together."""
 MAX_XTC_THRESHOLD = 0.5
-"""Two tokens cannot both have more, and XTC always keeps one."""
+"""A higher threshold never drops a token: two tokens cannot both have more probability, and XTC always keeps one."""
 
 
 def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor | None, xtc_draw: float) -> None:
@@ -35,7 +35,7 @@ def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor |
 
 
 def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> Iterator[Tensor]:
-    """The caller applies each mask to `scaled` before it takes the next."""
+    """Yields masks of the tokens to keep. The caller applies each mask to `scaled` before it takes the next one."""
     if 0 < params.top_k < len(scaled):
         yield scaled >= torch.topk(scaled, params.top_k).values[-1]
     if params.typical_p < 1:
@@ -51,7 +51,9 @@ def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> It
 
 
 def standard_deviation(logits: Tensor) -> Tensor:
-    """For the model's own logits [vocab], because bans and large penalties would make top-n-sigma keep more tokens."""
+    """Returns the deviation of finite logits. Call with the model's own logits [vocab], because bans and large
+    penalties would make top-n-sigma keep more tokens.
+    """
     finite = logits > -torch.inf
     count = finite.sum()
     mean = torch.where(finite, logits, 0.0).sum(dtype=torch.float64) / count
@@ -81,7 +83,7 @@ def _xtc_mask(probs: Tensor, threshold: float) -> Tensor:
 
 
 def _probability_mass_mask(probs: Tensor, keys: Tensor, share: float) -> Tensor:
-    """Keeps the tokens with the smallest keys, until they have this share of the probability."""
+    """Keeps the tokens with the smallest keys, until they together have this share of the probability."""
     masses = (probs.double() * _FIXED_POINT_ONE).long()
     target = share * masses.sum().double()
     order = None

@@ -1,8 +1,8 @@
-"""Host sampler, and reference for device_sampler.py: a pure function of logits, parameters, tokens, and one uniform
-number per token.
+"""Host sampler, and reference for device_sampler.py. A sampled token is a pure function of logits, parameters, earlier
+tokens, and one uniform number.
 
-The number comes from (seed, position): see random_draws.py. Sampling is by inverse CDF in vocabulary order and never
-mixes rows, so a token does not depend on the batch, and survives preemptions and crashes.
+The uniform number comes from (seed, position): see random_draws.py. Sampling inverts the CDF in vocabulary order and
+never mixes rows. So a token does not depend on the batch, and is the same after preemptions and crashes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def sample_token_ids(
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.sample_tokens,
 ) -> Tensor:
-    """[R] int64 for logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT if constraints left none."""
+    """Returns tokens [R] int64, and NO_TOKEN_LEFT in rows whose constraints left none. The logits [R, vocab] float32
+    may be overwritten.
+    """
     without_tokens = process_logits_and_find_exhausted(logits, rows, mask, HostLogitsProcessor())
     sampled = _sample_rows(logits, rows, argmax, draw)
     return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
@@ -64,7 +66,7 @@ def _sample_rows(
 
 
 class HostLogitsProcessor:
-    """Waits for a GPU."""
+    """Changes logits from the host. If they are on a GPU, the host waits for it."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         logits[rows, token_ids] += values
@@ -90,8 +92,8 @@ class HostLogitsProcessor:
                 logits[index, ids] -= presence + frequency * counts
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        # On one core, NumPy unpacks bits 20 times as fast as PyTorch's shifts, and has no threads that wait for each
-        # other: milliseconds per token if other programs use the cores.
+        # On one core, NumPy unpacks bits 20 times as fast as PyTorch's shifts. PyTorch also has threads that wait for
+        # each other, which costs milliseconds per token if other programs use the cores.
         bits = np.unpackbits(mask.bitmask_words.view(np.uint8), axis=1, bitorder="little")
         for row, allowed in zip(mask.rows, bits[:, : logits.shape[1]].view(bool), strict=True):
             values = logits[row].cpu().numpy()
@@ -105,9 +107,9 @@ class HostLogitsProcessor:
 def logprob_tensors(
     logits: Tensor, sampled: Tensor, num_top: int, listed_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From logits [R, vocab]: logprob and rank of `sampled` [R] int64, then top logprobs and ids [R, num_top], ties by
-    smaller id. `listed_ids` [R, L] int64 replace the top in rows that do not start with -1; the last two are then [R,
-    max(num_top, L)]. Does not wait for the device.
+    """Returns four tensors for logits [R, vocab]: logprob and rank of `sampled` [R] int64, then top logprobs and their
+    ids [R, num_top]. Of equal logprobs, the smaller id comes first. `listed_ids` [R, L] int64 replace the top ids in
+    rows that do not start with -1; the last two tensors are then [R, max(num_top, L)]. Does not wait for the device.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled_logprobs = logprobs.gather(-1, sampled[:, None])
@@ -120,19 +122,21 @@ def logprob_tensors(
 
 
 def _top_token_ids(logprobs: Tensor, num_top: int) -> Tensor:
-    """[R, num_top]. torch.topk's choice among equal values depends on k, and so on the batch."""
+    """Returns [R, num_top]. Orders equal values by id, because torch.topk's choice among them depends on k, and so on
+    the batch.
+    """
     if logprobs.device.type == "cpu":  # on a GPU the host would wait
         best = torch.topk(logprobs, min(num_top + 1, logprobs.shape[1]))
         if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
             return best.indices[:, :num_top]
-    # Unique keys by -logprob, then token: non-negative floats sort like their bits.
+    # Make unique keys that sort by -logprob, then by token. Non-negative floats sort like their bits.
     keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
     return torch.topk(keys, num_top, largest=False).values & 0xFFFFFFFF
 
 
 def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
-    """`tops`: how many to keep per row."""
+    """`tops`: the number of top logprobs to return per row."""
     sampled_logprobs, ranks, values, ids = (tensor.tolist() for tensor in tensors)
     return [
         TokenLogprob(token, sampled_logprobs[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
@@ -141,6 +145,6 @@ def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequ
 
 
 def include_sampled_token(token_logprob: TokenLogprob) -> TokenLogprob:
-    """Sorted by logprob, then id."""
+    """Adds the sampled token to the top tokens, sorted by logprob, then id."""
     values = {**dict(token_logprob.top), token_logprob.token_id: token_logprob.logprob}
     return msgspec.structs.replace(token_logprob, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))

@@ -18,25 +18,27 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 @dataclass(frozen=True, slots=True)
 class RequestSamplingRules:
-    """Fields from `allowed_token_ids` on, then params.thinking, change logits in this order."""
+    """How a request's tokens are sampled. The fields from `allowed_token_ids` on, then params.thinking, change logits
+    in this order.
+    """
 
     params: SamplingParams
     num_logprobs: int | None
-    """Tokens reported in addition to the sampled one; None: none at all."""
+    """The number of tokens reported in addition to the sampled one; None reports no logprobs at all."""
     logprob_token_ids: np.ndarray | None
-    """int64. These ids replace the most likely tokens."""
+    """int64. If given, these ids are reported instead of the most likely tokens."""
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
-    """int64."""
+    """int64; None allows all tokens."""
     biases: dict[int, float]
-    """-inf for single-token bad words."""
+    """Added to logits by token id. Bad words of a single token have -inf."""
     biases_before_min_tokens: dict[int, float]
-    """-inf for tokens that end the answer."""
+    """`biases`, and -inf for tokens that end the answer. They apply until there are min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Two or more tokens. The last may not follow the others."""
+    """Each has two or more tokens, and its last token may not follow the others."""
     penalties: tuple[float, float, float] | None
-    """Repetition, presence, frequency."""
+    """Repetition, presence and frequency penalty."""
     dry: DryRule | None
     has_rare_filters: bool
     """If True, rare_filters.py applies all filters, and the kernels none."""
@@ -91,7 +93,7 @@ def has_rare_filters(params: SamplingParams) -> bool:
 
 
 def is_plain_greedy_request(params: SamplingParams) -> bool:
-    """Argmax of unmodified logits, without logprobs."""
+    """True if tokens are the argmax of unmodified logits, and no logprobs are reported."""
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -100,7 +102,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """[R, L] int64; None if no row lists tokens."""
+    """Returns [R, L] int64, in which rows without listed ids start with -1. Returns None if no row lists ids."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -114,7 +116,9 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """Each step makes hundreds, and a frozen dataclass takes three times as long."""
+    """One position to sample. This is a NamedTuple, because each step makes hundreds of them, and a frozen dataclass
+    takes three times as long.
+    """
 
     rules: RequestSamplingRules
     seed: int
@@ -126,7 +130,7 @@ class SamplingRow(NamedTuple):
 
     @property
     def token_ids(self) -> Tensor:
-        """[position] int32."""
+        """[position] int32: the tokens before the sampled one."""
         return self.token_table[self.slot, : self.position]
 
     @property
@@ -139,27 +143,32 @@ IndexedRow = tuple[int, SamplingRow]
 
 
 class LogitsProcessor(Protocol):
-    """Logits are [R, vocab] float32, changed in place."""
+    """Changes logits, which are [R, vocab] float32, in place."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-        """logits[rows, token_ids] += values; indices are unique."""
+        """Computes logits[rows, token_ids] += values. Pairs of indices are unique."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        """-inf for a word's last token after its other tokens."""
+        """Sets the logit of a word's last token to -inf after the word's other tokens. `words`: row index, row, and
+        words.
+        """
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
         """All rows have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that the grammar allows, the
-        row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
+        """Sets logits that the grammar does not allow to -inf. If a request's bans (min_tokens, allowed_token_ids, bad
+        words) leave no token that the grammar allows, the row uses its `unmodified` logits [R, vocab], which are None
+        if nothing is banned.
         """
 
 
 def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
-    """Logits [R, vocab] float32 change in place. Return flags [R] of rows without tokens; None: all have some."""
+    """Change logits [R, vocab] float32 in place. Return [R] bool, True for rows without a token left, or None if every
+    row has tokens.
+    """
     filtered_rows = [(index, row) for index, row in enumerate(rows) if row.rules.has_rare_filters]
     sigmas = {
         index: standard_deviation(logits[index]) for index, row in filtered_rows if row.rules.params.top_n_sigma > 0
@@ -209,7 +218,7 @@ def _row_biases(row: SamplingRow) -> dict[int, float]:
 
 
 def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
-    """Words may not begin in the prompt, as in vLLM."""
+    """Returns the bad words that may end here. They may not begin in the prompt, as in vLLM."""
     return [word for word in row.rules.bad_words if len(word) - 1 <= row.num_output_tokens]
 
 

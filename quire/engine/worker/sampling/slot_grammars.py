@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""Later replacements of a failed lexer each compile the grammar."""
+"""If more lexers of a request fail, each replacement compiles the grammar, and is not shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """The grammar has followed these tokens."""
+    """The tokens that the matcher has consumed."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
@@ -49,7 +49,7 @@ class _SlotGrammar:
         return False
 
     def restart_with_new_lexer(self, compiler: GrammarCompiler) -> None:
-        """Raises what GrammarCompiler.recompile_with_large_lexer does."""
+        """Raises the errors of GrammarCompiler.recompile_with_large_lexer."""
         while has_lexer_error(self.matcher):
             self.compiled = compiler.recompile_with_large_lexer(
                 self.grammar, self.compiled, exclusive=self.num_restarts >= _MAX_SHARED_LEXERS
@@ -65,14 +65,16 @@ class SlotGrammars:
         self._loading: Future[GrammarCompiler] | None = None
         self._executor: LLExecutor | None = None
         self.requests: dict[int, NewRequestData] = {}
-        """Those with a grammar, by slot. While there are none, no method needs to be called."""
+        """Requests with a grammar, by slot. If there are none, no method needs to be called."""
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
         self._slots_with_unread_token: set[int] = set()
         """A token is sampled there that the host has not read, so the matcher is one token behind."""
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """Loads in a thread, because this takes a second for 150,000 tokens and would stall streams."""
+        """Loads in a thread, because loading takes a second for a vocabulary of 150,000 tokens and
+        would stall streams.
+        """
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
@@ -80,7 +82,7 @@ class SlotGrammars:
         return self._loading
 
     def admit_request(self, new_request: NewRequestData) -> None:
-        """The matcher starts after the tokens generated so far."""
+        """Start the matcher after the tokens generated so far."""
         slot, params = new_request.slot, new_request.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self.release_slot(slot)
@@ -98,7 +100,7 @@ class SlotGrammars:
             self._advance_matcher(slot, new_request.token_ids[new_request.num_prompt_tokens :])
 
     def release_slot(self, slot: int) -> None:
-        """A matcher's lexer may be large."""
+        """Free the slot's matcher, whose lexer may be large."""
         for each in (self.requests, self._states, self._failures):
             each.pop(slot, None)
         self._slots_with_unread_token.discard(slot)
@@ -112,7 +114,9 @@ class SlotGrammars:
         self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
-        """A row with drafts occurs once per position, side by side. None if unconstrained."""
+        """A row with draft tokens occurs once for each of its positions, which are adjacent. Returns None if no row has
+        a grammar.
+        """
         constrained = [index for index, row in enumerate(rows_to_sample) if row.slot in self._states]
         if not constrained:
             return None
@@ -139,8 +143,8 @@ class SlotGrammars:
         return GrammarBitmask(constrained, words)
 
     def _fill_draft_masks(self, state: _SlotGrammar, drafts: Sequence[int], words: np.ndarray) -> None:
-        """Retries with a new lexer. Raises InvalidRequest if nothing is allowed, and what
-        GrammarCompiler.recompile_with_large_lexer does.
+        """Retries with a new lexer if a lexer fails. Raises InvalidRequest if no token is allowed, and the errors of
+        GrammarCompiler.recompile_with_large_lexer.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -153,7 +157,7 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        """Does nothing if the slot has another owner, or the request no grammar."""
+        """Does nothing if the slot has another request by now, or if the request has no grammar."""
         if self.requests.get(slot) is not new_request:
             return None
         self._slots_with_unread_token.discard(slot)
@@ -161,9 +165,10 @@ class SlotGrammars:
         return self._failures.get(slot)
 
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
-        """Ignores tokens after the answer's end, because accepted drafts may continue."""
+        """Ignores tokens after the end of the answer, because accepted draft tokens may go beyond it."""
         state = self._states.get(slot)
-        # One by one: consume_tokens refuses the end-of-sequence token, which consume_token accepts.
+        # Consume tokens one by one, because consume_tokens refuses the end-of-sequence token, which consume_token
+        # accepts.
         for token in token_ids:
             if state is None or state.matcher.is_stopped():
                 return
@@ -185,8 +190,8 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """Fill [1 + drafts, words] from row 1 on. False on a lexer error. After a disallowed draft everything is allowed,
-    because later tokens are dropped.
+    """Fill `words` [1 + drafts, words] from row 1 on. Return False on a lexer error. After a disallowed draft token,
+    everything is allowed, because later tokens are dropped.
     """
     from llguidance.numpy import fill_next_token_bitmask
 
@@ -201,6 +206,6 @@ def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.n
         fill_next_token_bitmask(matcher_copy, words, place + 1)
         if matcher_copy.is_error() or not words[place + 1].any():
             words[place + 1] = -1
-        if matcher_copy.is_error() or matcher_copy.is_stopped():  # stops as soon as only the end may follow
+        if matcher_copy.is_error() or matcher_copy.is_stopped():  # the matcher stops once only the end may follow
             break
     return not has_lexer_error(matcher_copy)

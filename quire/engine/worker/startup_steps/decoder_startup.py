@@ -23,11 +23,11 @@ from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.engine.worker.step_costs import measure_step_costs
 
 _MIN_SHRINKING = 0.01
-"""Less of the KV cache is not worth capturing graphs twice."""
+"""A smaller reduction of the KV cache is not worth capturing graphs twice."""
 
 
 class DecoderStartup:
-    """Call the methods in their order."""
+    """The steps of a decoder's start. Call the public methods in the order of their definitions."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class DecoderStartup:
             return memory.kv_bytes
 
         is_cuda = self._device_plan.device.type == "cuda"
-        with compile_lock(model.report_progress) if is_cuda else nullcontext():  # the largest step runs
+        with compile_lock(model.report_progress) if is_cuda else nullcontext():  # the largest step compiles kernels
             self._available_bytes = self._ranks.measure_total_kv_bytes(measure_here)
         return self._fit_kv_cache(weights, self._available_bytes)
 
@@ -64,7 +64,8 @@ class DecoderStartup:
         self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
     ) -> tuple[KVCachePlan, str | None]:
         """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU clearly exceed what was set aside.
-        Returns `kv_plan` itself if blocks are given or not limited by memory, or if max_model_len needs them all.
+        Returns `kv_plan` itself if settings fix the number of blocks or the KV cache's memory, or if max_model_len
+        needs all blocks.
         """
         config = self._config
         excess = graph_bytes - self._graph_bytes
@@ -108,7 +109,7 @@ class DecoderStartup:
         allocation: RunnerResources,
         kernel_cache_note: str | None,
     ) -> StartedWorker:
-        """Also measures step costs if drafting needs them."""
+        """Also measures step costs, which drafting needs."""
         config = self._config
         loaded_model = weights.loaded_model
         model = loaded_model.model

@@ -10,7 +10,9 @@ from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
 
 _MAX_TOKENS = 2**17
-"""No encoder was trained for more. Per-position tables must not grow with config.json's claims."""
+"""No encoder was trained for more tokens. Without this limit, per-position tables would grow with
+config.json's claims.
+"""
 
 
 def determine_batch_invariance(
@@ -46,7 +48,7 @@ def check_encoder_config(config: EngineConfig) -> None:
 def encoder_context_length(
     config: EngineConfig, model: ModelConfig, longest: int | None, trained_length: int | None
 ) -> int:
-    """Raises ConfigError."""
+    """Raises ConfigError if max_model_len exceeds the model's positions."""
     max_tokens = min(each for each in (model.max_position, longest, _MAX_TOKENS) if each is not None)
     if config.max_model_len is not None and config.max_model_len > max_tokens:
         wrong = f"max_model_len: {config.max_model_len} exceeds the model's {max_tokens} positions"
@@ -57,7 +59,7 @@ def encoder_context_length(
 def choose_encoder_backend(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Backend, str]:
-    """On GPUs, only plain PyTorch has bidirectional attention so far."""
+    """On GPUs, chooses plain PyTorch, because nothing else has bidirectional attention so far. Raises ConfigError."""
     wanted = config.attention_backend
     if device.type != "cpu":
         if wanted not in ("auto", "reference"):

@@ -18,7 +18,7 @@ class _DraftMemoryNeeds:
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
-    """For draft tokens beyond the longest sequences."""
+    """Bytes of blocks for draft tokens beyond the longest sequences."""
     formula: str = ""
 
 
@@ -80,7 +80,7 @@ class KVCacheSizer:
         config = self._config
         formula = f" + {draft.kv_module.block_bytes_formula}"
         draft_block_bytes = block_bytes(draft.kv_module)
-        # A draft model is on the first rank, but every GPU has as many blocks.
+        # A draft model is on the first rank only, but all GPUs must have the same number of blocks.
         if self._num_ranks > 1 and (draft.is_on_all_ranks or self._model.device.type == "cuda"):
             formula = f"{formula} x {self._num_ranks}"
             draft_block_bytes *= self._num_ranks

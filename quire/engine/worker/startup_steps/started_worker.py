@@ -23,23 +23,25 @@ class StartedWorker:
     executor: Executor
     kv_plan: KVCachePlan
     engine_info: EngineInfo
-    """load_seconds is still 0."""
+    """Its load_seconds is not known yet, and 0."""
     pooling: PoolingConfig
     needs_whole_prompts: bool
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
-    """(tokens, seconds); empty without speculative decoding."""
+    """Pairs (tokens, seconds) of steps; empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
     expected_weights: ExpectedWeights
     warmup_notes: tuple[str, ...] = ()
     steps_ahead: int = 0
-    """A CPU step occupies the host, so running ahead helps only pipelines, and delays every token by a step."""
+    """The number of steps that are launched before an earlier step's result is read. Without a pipeline, it is 0 on
+    CPUs: a CPU step occupies the host, so running ahead would only delay every token by a step.
+    """
     micro_batches: int = 1
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
     """None if no adapters are served."""
     collective_rpc: CollectiveRPC | None = None
-    """None if ranks take no calls."""
+    """None if the ranks take no calls."""
     get_offload_counts: Callable[[], OffloadCounts] | None = None
     """None without offloading."""
 
@@ -65,12 +67,12 @@ def make_engine_info(
 
 
 def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
-    """Takes a second for 32,000 tokens. Raises ModelError without a fitting tokenizer."""
+    """Takes a second for a vocabulary of 32,000 tokens. Raises ModelError if no tokenizer fits the model."""
     tokenizer = read_tokenizer(config, path)
     return GrammarCompiler(make_grammar_vocabulary(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
 
 
 def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVCachePlan:
-    """Nothing outlives a step."""
+    """Returns a plan without KV blocks, because an encoder keeps nothing after a step."""
     arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
     return KVCachePlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, request_slots=max_num_seqs)

@@ -56,7 +56,7 @@ def startup_notes(
     allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
-    """Falsy entries do not apply."""
+    """Returns notes. Falsy entries do not apply."""
     device = chosen.device
     keeps_all_reason = setting_requiring_full_kv(config)
     is_limited = plan.request_slots < config.max_num_seqs
@@ -67,7 +67,7 @@ def startup_notes(
         ranks.note,
         unused_gpu_note(config, device),
         device.type == "cuda"
-        and config.data_parallel_size == 1  # replicas see only their own: see client/replica_shares.py
+        and config.data_parallel_size == 1  # replicas see only their own GPUs (client/replica_shares.py)
         and idle_gpus_note(
             torch.cuda.device_count(), config.world_size, lambda count: not chosen.spec.tensor_parallel_error(count)
         ),

@@ -1,6 +1,7 @@
-"""Why a GPU that seems to be there is not used. A start with --device auto then reports this and serves on the CPU.
+"""Why a GPU that seems to be present is not used. If --device is auto, the start then reports this and serves on the
+CPU.
 
-A driver that PyTorch cannot use ends the start instead (device_plan.py).
+If PyTorch cannot use a driver that is loaded, the start fails instead (device_plan.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.processes.gpus import CUDA_VARIABLE, HIP_VARIABLE
 
 _CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
-"""Set by CUDA images. NVIDIA's container runtime gives the container these GPUs."""
+"""CUDA images set this variable. NVIDIA's container runtime gives the container these GPUs."""
 _NO_GPUS = ("", "void", "none")
 
 
@@ -25,7 +26,9 @@ def unused_gpu_note(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> str | None:
-    """`root`: the folder that has dev. None if nothing is missing, or the operator chose the CPU."""
+    """Returns None if no GPU seems to be present, or if the operator chose the device. `root`: the folder that contains
+    dev.
+    """
     if config.device != "auto" or device.type != "cpu":
         return None
     is_hidden = any(environment.get(name) in ("", "-1") for name in (CUDA_VARIABLE, HIP_VARIABLE))

@@ -35,7 +35,9 @@ from quire.kernels.reference import ReferenceBackend
 def make_child_trials(
     config: EngineConfig, device: torch.device, get_driver: Callable[[], str | None], progress: Callable[[], None]
 ) -> ChildTrials | None:
-    """A backend named by --attention-backend is tried again if it failed before. None unless this is a CUDA device."""
+    """Returns None unless this is a CUDA device. A backend named by --attention-backend is tried again even if it
+    failed before.
+    """
     if device.type != "cuda":
         return None
     return ChildTrials(
@@ -67,7 +69,7 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """For a backend that fails, or computes something else, in a graph."""
+    """Turns graphs off if the backend passes without them. This trial follows one that failed in a graph."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why
@@ -81,8 +83,8 @@ def find_eager_prefill_reason(
     backend: Backend,
     child_trials: ChildTrials | None = None,
 ) -> str | None:
-    """Why graphs hold decodes but no prefills: the backend rules it out, or a library's attention fails in a graph.
-    `types`: compute and KV dtype.
+    """Returns why graphs contain decodes but no prefills, or None. Either the backend rules prefills out, or a
+    library's attention fails in a graph. `types`: compute and KV dtype.
     """
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"
@@ -103,14 +105,16 @@ def _make_trial(
     ranks: int = 1,
     prompts: bool = False,
 ) -> BackendTrial:
-    """`ranks`: also try context parallelism. `prompts`: only prefills in a graph, which libraries may compute."""
+    """`ranks`: with more than one, also try context parallelism. `prompts`: try only prefills in a graph, which
+    libraries may compute.
+    """
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()
     attention_probes = list[PagedAttentionProbe]()
     for part in distinct_attention_specs(spec):
         if isinstance(part, MLALayerSpec) and prompts:
-            continue  # like recurrences, Triton never reads the host
+            continue  # Triton computes MLA, and never reads the host
         if isinstance(part, MLALayerSpec):
             sizes = (part.kv_lora_rank, part.qk_rope_head_dim, part.qk_nope_head_dim, part.v_head_dim)
             trials.append(

@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 300.0
 """flash-attn 4 compiles up to 24 kernels, in some 10 s each."""
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-"""A process that waits for a broken driver may ignore its kill for long."""
+"""A process that waits for a broken driver may ignore its kill for a long time."""
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """A user or the system may have sent these. The library is not at fault."""
 
@@ -46,7 +46,7 @@ class ChildTrials:
     worker: Sequence[str] = TRIAL_WORKER
 
     def find_failure(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
-        """Return the reason; None if all probes pass, now or in an earlier start."""
+        """Return why a probe fails, or None if all probes pass, now or in an earlier start."""
         key = VerdictKey(self.describe_machine(), TrialRequest.from_probes(backend, probes))
         path = verdict_path(self.verdict_folder, key)
         verdict = read_verdict(path, key)
@@ -61,7 +61,7 @@ class ChildTrials:
         return _with_retry_hint(outcome.verdict.failure, backend.name, path if is_saved else None)
 
     def _run_child(self, request: TrialRequest) -> _TrialOutcome | None:
-        """None if the child could not start or could not use the GPU."""
+        """Returns None if the child could not start or could not use the GPU."""
         with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as errors:
             began = time.monotonic()
             arguments = [*self.worker, str(answers.fileno())]
@@ -102,7 +102,7 @@ class _TrialOutcome:
 
 
 def _decode_verdict(answer: bytes) -> TrialVerdict | None:
-    """None if a library ended the process before it wrote the verdict."""
+    """Returns None if a library ended the process before it wrote the verdict."""
     try:
         return msgspec.json.decode(answer.removeprefix(READY), type=TrialVerdict)
     except msgspec.MsgspecError:
@@ -110,7 +110,7 @@ def _decode_verdict(answer: bytes) -> TrialVerdict | None:
 
 
 def _describe_exit(code: int | None, seconds: float, last_line: str) -> str:
-    """`code`: None if the process did not end in time."""
+    """`code` is None if the process did not end in time."""
     if code is None:
         return f"its trial did not end within {seconds:g} s"
     cause = exit_cause(code, sender=None, oom_kills=None).description

@@ -11,12 +11,12 @@ from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
 
 READY = b"ready\n"
-"""Written once the child can use the GPU. The verdict follows."""
+"""The child writes this once it can use the GPU. The verdict follows."""
 
 
 class ProbeSettings(msgspec.Struct, frozen=True):
     values: dict[str, str | int | float | bool | None]
-    """Devices and dtypes by name."""
+    """The probe's fields, with devices and dtypes by name."""
     uses_graph: bool
 
     @classmethod

@@ -76,7 +76,9 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """None if there is no verdict for this key. The next verdict replaces a file with other content."""
+    """Returns None if there is no verdict for this key. A file with other content is ignored until the next verdict
+    replaces it.
+    """
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
@@ -91,7 +93,7 @@ def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    """False, after a warning, if the file cannot be written."""
+    """Returns False, after a warning, if the file cannot be written."""
     part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -20,7 +20,9 @@ from quire.kernels.device.error_messages import describe_kernel_error
 
 
 def run_trial(request: TrialRequest) -> str | None:
-    """Return why the backend cannot serve, or None. Synchronizes the device first, because its errors may come late."""
+    """Return why the backend cannot serve, or None. Synchronizes the device at the end, because its errors may come
+    late.
+    """
     backend = make_backend(request.backend, deterministic=request.deterministic)
     for settings in request.probes:
         device = torch.device(str(settings.values["device"]))
