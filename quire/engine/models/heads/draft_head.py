@@ -16,24 +16,24 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
-    """The decoder's sizes and dtypes, whole on every rank."""
+    """Returns the decoder's sizes and dtypes, without its sharding."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
 
 class DraftHead(ABC):
-    """Hidden states and states are [T, hidden]."""
+    """Drafts from the decoder's hidden states. Hidden states and the head's own states are [T, hidden]."""
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
     """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
-    """None: unlimited."""
+    """None means unlimited."""
     block_bytes_formula: str = "0"
 
     @property
     def reads_all_tokens(self) -> bool:
-        """If False, it reads only tokens before a sampled one."""
+        """If False, the head reads only tokens that are directly before a sampled token."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
@@ -52,13 +52,13 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """For T tokens. `metadata` is None unless `reads_all_tokens`."""
+        """Returns the states of T tokens. `metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        """`next_tokens` [T]: drafts after `states`."""
+        """`next_tokens` [T] are the draft tokens after `states`."""
 
     @abstractmethod
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""EAGLE heads (Li et al., 2024 and 2025): layers with KV cache predict the next hidden state from the last one and the
-next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. No draft trees.
+"""EAGLE heads (Li et al., 2024 and 2025): layers with KV cache predict the next hidden state from the current one and
+the next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. Draft trees are not supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IMPOSSIBLE_LOGIT = -1e30
 
 
 class EagleHead(TransformerHead):
-    """Has no norms before the first attention and at the end. Uses the decoder's embedding and head."""
+    """A head without norms before the first attention and at the end. Uses the decoder's embedding and LM head."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         super().__init__(spec, scheme, decoder, backend)
@@ -47,7 +47,7 @@ class Eagle3Head(EagleHead):
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)
         self._token_ids: Tensor | None = None
-        """[draft vocabulary] int64 decoder ids; None: equal ids."""
+        """[draft vocabulary] int64: the decoder's token ids; None if both vocabularies are the same."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
@@ -74,7 +74,8 @@ class Eagle3Head(EagleHead):
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
-        # Finite, as a request may allow no draft token, but something must be sampled.
+        # Other tokens have a finite logit. A request may allow no token of the draft vocabulary, but something must be
+        # sampled.
         logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
         return logits.index_copy_(1, self._token_ids, draft_logits)
 

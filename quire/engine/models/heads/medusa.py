@@ -1,4 +1,6 @@
-"""Medusa heads (Cai et al., 2024): each predicts one position from the same hidden state. No draft trees."""
+"""Medusa heads (Cai et al., 2024): each predicts one position from the same hidden state. Draft trees are not
+supported.
+"""
 
 from __future__ import annotations
 

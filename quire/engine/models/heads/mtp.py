@@ -1,9 +1,9 @@
-"""Multi-token prediction layers (DeepSeek-V3, 2024; Qwen, GLM). From the model's normed last hidden state h at a
-position and the following token t,
+"""Multi-token prediction layers (DeepSeek-V3, 2024; Qwen, GLM). Let h be the model's normed last hidden state at a
+position, and t the following token. The layers compute
 
-    s = norm(layer(W [norm(embedding of t); norm(h)]))
+    s = norm(layer(W [norm(embedding of t); norm(h)])),
 
-is the input of the model's head for the token after next. For further tokens, s replaces h. Nemotron 3 has two layers,
+from which the model's LM head predicts the token after t. For further tokens, s replaces h. Nemotron 3 has two layers,
 attention and experts.
 """
 

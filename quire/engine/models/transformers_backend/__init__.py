@@ -1,5 +1,5 @@
 """Runs transformers' model classes on Quire's KV blocks, like vLLM's `--model-impl transformers`.
 
-A class runs once on meta tensors (probe.py) to find what its layers keep. Quire's linears, norms, RoPE and experts
-replace the class's if they are the same function.
+A class runs once on meta tensors (probe.py) to find what its layers store in KV blocks. Quire's linears, norms, RoPE
+and experts replace those of the class if they compute the same function.
 """

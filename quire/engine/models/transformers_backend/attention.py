@@ -14,7 +14,9 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """A class calls attention in the probe's order: the n-th call is the n-th layer's. A step is one row of tokens."""
+    """Attention for a class, which calls it in the probe's order: the n-th call is the n-th layer's. A step's tokens
+    are one row.
+    """
 
     def __init__(
         self,

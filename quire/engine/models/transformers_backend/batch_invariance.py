@@ -1,7 +1,8 @@
-"""Makes elementwise functions independent of other rows.
+"""Makes elementwise functions compute each row independently of other rows.
 
-On CPUs, PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits
-large tensors among threads at any element. Rows are therefore padded to whole vectors, in chunks for one thread.
+On CPUs, PyTorch computes a tail shorter than a vector with other instructions, which round differently. It also splits
+large tensors among threads at any element. Therefore rows are padded to whole vectors, and chunks are small enough for
+one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.parameters.activation import GELU, Activation
 
 _VECTOR_SIZE = 64
-"""Whole vectors of every dtype on every CPU."""
+"""In elements. A whole number of vectors in every dtype on every CPU."""
 _SINGLE_THREAD_SIZE = 1 << 15
 """Up to this size PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
 _ELEMENTWISE = {
@@ -75,7 +76,7 @@ class BatchInvariantOps(TorchFunctionMode):
         return func(F.pad(x, (0, num_padding), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _run_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """None if the backend has no kernel."""
+        """Returns None if the backend has no kernel."""
         if self._backend.unsupported_reason(rows.device, rows.dtype, 2) is not None or rows.shape[1] % _VECTOR_SIZE:
             return None
         if func is F.silu:

@@ -48,7 +48,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 class _BodyOutput(BaseModelOutputWithPast):
-    """Other fields are None."""
+    """A body's output, whose other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -66,10 +66,10 @@ class TransformersDecoder(Decoder):
     """Fill it through `parameters()`, then call `ready` before use."""
 
     reduces_results = True
-    """False while one rank computes alone. Its results then mean nothing."""
+    """False while one rank computes alone. Its results are then meaningless."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """Builds all layers: check_transformers_settings excludes pipeline stages."""
+        """Builds all layers, because check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -86,7 +86,7 @@ class TransformersDecoder(Decoder):
         )
         self._conversion = WeightConversion(model)
         self._paged_attention = PagedAttentionFunction(backend, attention, self.groups, self.report_progress)
-        # GPUs compute every element alike.
+        # GPUs do not need this, because they compute every element alike.
         on_cpu = build_context.device.type == "cpu"
         self._batch_invariant_ops: AbstractContextManager[object] = (
             BatchInvariantOps(backend) if on_cpu else nullcontext()
@@ -106,7 +106,7 @@ class TransformersDecoder(Decoder):
         return dict(self._table)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Sets buffers, which not all checkpoints have."""
+        """Sets buffers that the checkpoint has. Some checkpoints lack them."""
         for name, tensor in self._conversion.convert_weights(stream):
             own = name.rpartition(".")[2]
             if (module := self._buffer_modules.get(name)) is not None:
@@ -194,7 +194,7 @@ class TransformersDecoder(Decoder):
         return table
 
     def _merge_parameters(self, table: ParameterTable, parameters: ParameterTable) -> None:
-        """A tied tensor loads into all its parameters."""
+        """A tied tensor is loaded into all parameters that share it."""
         for name, parameter in parameters.items():
             canonical_name = self._conversion.first_name_of_tied_parameter(name)
             table[canonical_name] = (

@@ -17,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
 class QuireExperts:
-    """For gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
+    """Experts with gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class QuireExperts:
         return self._scheme.pack_linears({name: contiguous}, {name: FULL_LINEAR}, wide=False)
 
     def _slice_expert(self, tensor: Tensor, kind: str, name: str) -> Tensor:
-        """Slices outputs of gate and up, inputs of down."""
+        """Slices the outputs of gate and up, and the inputs of down."""
         if name.endswith("down_proj"):
             cut = self._shard.input_slice(tensor.shape[-1])
             return cut.slice_bias(tensor) if kind == "bias" else cut.slice_tensor_on_read(tensor, "all")

@@ -1,5 +1,5 @@
-"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions, so there is no
-global state.
+"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions to call, so
+there is no global state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERTS_KEY = "quire_mixing"
 _MASK_KEY = "quire_allowed"
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
-"""(batch, head, query positions, key positions) to a mask."""
+"""Maps (batch, head, query positions, key positions) to a mask."""
 
 
 class AttentionCall(NamedTuple):
@@ -37,7 +37,7 @@ class AttentionCall(NamedTuple):
 AttentionFunction = Callable[[AttentionCall], Tensor]
 """Returns [1, T, H, D of the value]."""
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [T, hidden], expert ids [T, k], weights [T, k]) to [T, hidden]."""
+"""Maps (x [T, hidden], expert ids [T, k], weights [T, k]) to [T, hidden]."""
 
 
 def register_interfaces() -> None:
@@ -56,7 +56,7 @@ def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
 
 
 def mask_function_of(mask: Tensor) -> MaskFunction | None:
-    """None if the class changed the mask."""
+    """Returns None if the class changed the mask."""
     function: MaskFunction | None = mask.__dict__.get(_MASK_KEY)
     return function
 
@@ -69,7 +69,9 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """On meta devices, a mask with its function. Elsewhere None, because paged attention needs no mask."""
+    """On meta devices, returns a mask that carries its function. Elsewhere returns None, because paged attention needs
+    no mask.
+    """
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

@@ -16,7 +16,7 @@ from quire.engine.models.transformers_backend.interface import INTERFACE_NAME, r
 
 
 def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """On the meta device. Raises ModelError with transformers' reason."""
+    """Builds the model on the meta device. Raises ModelError with transformers' reason."""
     register_interfaces()
     kind = str(config_fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -59,7 +59,7 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
 
 
 def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Raises ModelError if there is no body."""
+    """The body is the model without its LM head. Raises ModelError if there is none."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
     for body in candidates:
@@ -82,5 +82,5 @@ def _make_attention_interface_error(model_class: type) -> ModelError:
 
 
 def describe_exception(error: Exception) -> str:
-    """In one line, because the first line often lacks the reason."""
+    """Returns the message in one line, because its first line often lacks the reason."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,5 +1,5 @@
-"""Quire's linears and norms in place of a class's. Norms are compared by their results, because families use one name
-for different arithmetic.
+"""Quire's linears and norms, which replace a class's own. Norms are recognized by their results, because families use
+one name for different arithmetic.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """Empty, like QuireLinear's."""
+        """Empty, like QuireLinear's weight."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class QuireNorm(nn.Module):
 
 
 def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -> QuireNorm | None:
-    """None unless it is the same function."""
+    """Returns None unless Quire's norm computes the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
@@ -91,14 +91,14 @@ def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -
 
 
 def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
-    """True if it is x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+    """True if the module computes x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_TRIAL_ROWS, size), generator=generator) * eps**0.5
     trial: Any = copy.deepcopy(module)
     trial.weight = nn.Parameter(weight, requires_grad=False)
     try:
         output = trial(x)
-    except Exception:  # it takes more than x
+    except Exception:  # the module takes more than x
         return False
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
     return (
@@ -123,7 +123,7 @@ def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class BatchInvariantModule(ModuleProxy):
-    """Makes rows independent in a module with its own matrix, such as a router."""
+    """Makes rows independent of each other in a module with its own matrix, such as a router."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
@@ -147,7 +147,7 @@ class _PackedMatmulMode(TorchFunctionMode):
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """Keyed by dtype; each linear with the parameter that was packed."""
+        """By dtype: the parameter that was packed, and its linear."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
@@ -157,7 +157,7 @@ class _PackedMatmulMode(TorchFunctionMode):
         return rows if bias is None else rows + bias
 
     def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
-        """None for other matrices or unsupported dtypes."""
+        """Returns None for other matrices or unsupported dtypes."""
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:
             return None
@@ -170,7 +170,7 @@ class _PackedMatmulMode(TorchFunctionMode):
 
 
 def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
-    """Matrices that PyTorch still multiplies, where rows may depend on others."""
+    """Returns the matrices that PyTorch still multiplies, so that a row may depend on other rows."""
     names = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]

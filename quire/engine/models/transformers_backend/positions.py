@@ -21,8 +21,8 @@ class ModuleProxy(nn.Module):
 
 
 class CachedRotary(ModuleProxy):
-    """Computes all positions once. A token's values must not depend on its neighbors, and scaling must assume one
-    context length.
+    """Computes the rotations of all positions once. A token's rotation must not depend on its neighbors, and scaling
+    must assume one context length.
     """
 
     def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
@@ -42,7 +42,7 @@ class CachedRotary(ModuleProxy):
         return rotations if len(rotations) > 1 else rotations[0]
 
     def _compute_table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
-        """None if the output is not per position."""
+        """Returns None if the output is not one value per position."""
         position_ids = torch.arange(self._positions, device=x.device)[None]
         if self._context > self._positions:  # the class reads the context length off the last position
             position_ids = torch.cat((position_ids, position_ids.new_tensor([[self._context - 1]])), dim=1)

@@ -37,7 +37,7 @@ from quire.kernels.backend import Operations
 NO_NORM = NormSpec(0.0)
 _PROBE_TOKENS = 7
 _MAX_MASK_LEN = 1 << 20
-"""Windows are shorter, and longer masks would take memory."""
+"""Masks are tested up to this length. Windows are shorter, and longer masks would take much memory."""
 _KNOWN_KWARGS = {"scaling", "softcap", "sliding_window", "s_aux", "sinks", "is_causal", "dropout"}
 _IGNORED_KWARGS = {
     "position_ids",
@@ -149,7 +149,9 @@ class AttentionProbe:
 
 
 def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
-    """Includes the token itself; None: all tokens. Raises ModelError for any other mask."""
+    """Returns the window, which includes the token itself, or None if all earlier tokens are visible. Raises ModelError
+    for any other mask.
+    """
     max_len = min(max_len, _MAX_MASK_LEN)
     positions = torch.arange(max_len)
 
@@ -167,14 +169,14 @@ def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
             expected = (positions <= position) & (positions > position - window)
             if position < max_len and not torch.equal(visible_keys(position), expected):
                 raise mask_error
-    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # reads meta tensors
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # the mask function reads meta tensors
         raise mask_error from error
     return None if window >= max_len else window
 
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAttentionSpec]:
-    """In call order. Raises ModelError if unsupported."""
+    """Returns specs in call order. Raises ModelError for unsupported attention."""
     attention_probe, name = AttentionProbe(max_len), type(model).__name__
     if _is_recurrent(model):
         raise make_stateful_model_error(type(model))
@@ -199,7 +201,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """By module name: whether the module's rows are always the tokens."""
+    """Yields, by module name, whether the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -215,7 +217,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """In meta tensors, nonzero finds nothing. Attention does not depend on it."""
+    """Makes nonzero find nothing in meta tensors. Attention does not depend on its result."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -228,7 +230,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """For boolean indexing, which no torch function handles."""
+    """Covers boolean indexing, which does not go through torch functions."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )
@@ -236,7 +238,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """Replaces a mask's other inputs by zeros: padding, images, packed sequences."""
+    """Replaces a mask function's other inputs by zeros: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:
@@ -246,7 +248,7 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """For tokens [1, T]."""
+    """Returns arguments for tokens [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}

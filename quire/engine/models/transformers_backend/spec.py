@@ -34,14 +34,14 @@ class TransformersSpec(DecoderSpec):
     max_len: int = 0
     """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
-    """The class may use weights of other modules without calling them."""
+    """Only these can be replaced, because the class may use weights of other modules without calling them."""
 
     @property
     def attention_specs(self) -> list[TransformersAttentionSpec]:
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
     def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
-        """Raises ModelError if it cannot be sharded."""
+        """Raises ModelError if attention cannot be sharded."""
         if shard.world_size == 1:
             return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
@@ -80,7 +80,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
 
 
 def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
-    """(in, out) of linears that multiply each token once, except routers."""
+    """Returns (in, out) of the linears that multiply each token once, except routers."""
     sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):

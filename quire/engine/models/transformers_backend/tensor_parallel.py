@@ -35,7 +35,7 @@ _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     linear_kinds: Mapping[str, Literal["outs", "ins"]]
-    """Sharded by outputs, or by inputs with summed results."""
+    """Linears sharded by outputs, or by inputs, whose results are then summed."""
     expert_modules: frozenset[str] = frozenset()
     per_head_parameters: frozenset[str] = frozenset()
 

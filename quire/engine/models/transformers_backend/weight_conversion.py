@@ -27,7 +27,7 @@ class _PendingConversion:
     converter: Any
     num_elements: int
     parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
-    """Stored name, matched pattern, tensor."""
+    """Tuples (stored name, matched pattern, tensor)."""
 
 
 class _OriginalModel:
@@ -42,7 +42,7 @@ class _OriginalModel:
 
 
 class WeightConversion:
-    """Create it before modules are replaced."""
+    """Create this before modules are replaced."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rules = get_model_conversion_mapping(model)
