@@ -21,7 +21,7 @@ class LoRALayerWeights:
     down: Tensor
     """[rank, in_features]; for the embedding [rank, vocab]."""
     up: Tensor
-    """[out_features, rank], times the adapter's scale."""
+    """[out_features, rank], already multiplied by the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PackedAdapter:
     linears: Mapping[int, Any]
     """Results of pack_one_adapter, keyed by linear index."""
     embedding: tuple[Tensor, Tensor] | None
-    """[vocab, rank] and [hidden, rank]."""
+    """Factors [vocab, rank] and [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _TargetModuleLocation:
 
 
 class AdapterManager:
-    """Any thread may pack adapters. Put them into slots between steps."""
+    """Any thread may pack adapters. Put adapters into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
@@ -69,7 +69,7 @@ class AdapterManager:
 
     @property
     def supports_embeddings(self) -> bool:
-        """Embedding deltas wait for the host, which GPU steps must not do."""
+        """False on GPUs, because embedding deltas wait for the host, which GPU steps must not do."""
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
@@ -99,7 +99,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Row by row, so that a row's bits depend on nothing else."""
+        """Adds deltas row by row, so that a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

@@ -69,7 +69,7 @@ class Attention(PagedKVSublayer):
         self._cos_sin = None if spec.rope is None else build_context.rope_table(spec.rope, dim)
         self._axis_indices: Tensor | None = None
         if spec.mrope_axes is not None:
-            rest = dim // 2 - len(spec.mrope_axes)  # unrotated frequencies
+            rest = dim // 2 - len(spec.mrope_axes)  # frequencies that are not rotated
             self._axis_indices = torch.tensor([*spec.mrope_axes, *[0] * rest] * 2, device=build_context.device)
         self._prefix = prefix = f"{layer}.self_attn"
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
@@ -164,8 +164,8 @@ class Attention(PagedKVSublayer):
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
-        """`axes` [T, 3]: each frequency uses one coordinate. Three equal coordinates give the same bits as a
-        position.
+        """`axes` [T, 3] are three coordinates per token, of which each frequency uses one. If all three are equal, the
+        bits are the same as for a position.
         """
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))

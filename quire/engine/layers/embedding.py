@@ -25,7 +25,7 @@ class Embedding:
         embeds_tokens: bool = True,
         scale: float,
     ) -> None:
-        """`tied`: also used as the LM head. `embeds_tokens`: False for a head alone."""
+        """`tied`: the table is also the LM head. `embeds_tokens` is False if it is only the LM head."""
         self._shard = build_context.shard
         self._vocab_size, self._hidden_size = shapes.rows_and_columns(EMBED_TOKENS)
         self._cut = build_context.shard.output_slice(self._vocab_size)
@@ -52,7 +52,7 @@ class Embedding:
         }
 
     def embed_tokens(self, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """[T] to a new tensor [T, hidden]."""
+        """Maps [T] to a new tensor [T, hidden]."""
         x = self.lookup_rows(token_ids)
         if self._adapters is not None:
             x = self._adapters.add_embedding_deltas(x, token_ids, context)
@@ -70,7 +70,7 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """float32, of this rank's vocabulary."""
+        """Computes float32 logits of this rank's part of the vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 

@@ -18,11 +18,13 @@ class Projection(Protocol):
     def parameters(self) -> ParameterTable: ...
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
-        """[T, in_features] to [T, out_features]. Must not change x."""
+        """Maps [T, in_features] to [T, out_features]. Must not change x."""
 
 
 class FusedLinear:
-    """Linears with one input, such as q, k, v. The last tensor to arrive triggers packing, which saves memory."""
+    """Linears with the same input, such as q, k, v. They are packed as soon as the last tensor arrives, which saves
+    memory.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class FusedLinear:
         adapters: AdapterManager | None = None,
         cuts: Mapping[str, LinearSlice] | None = None,
     ) -> None:
-        """`parts`: out_features, in output order. `wide`: float32 results. `cuts`: this rank's slices."""
+        """`parts`: out_features by name, in output order. `wide`: results are float32. `cuts`: this rank's slices."""
         self._part_sizes = parts, in_features
         self._cuts = dict.fromkeys(parts, FULL_LINEAR) if cuts is None else cuts
         self._adapters = adapters

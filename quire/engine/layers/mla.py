@@ -36,7 +36,7 @@ from quire.kernels.quantized_tensors import Activations
 
 
 class Indexer:
-    """The indexer of DeepSeek Sparse Attention (kernels/latent_params.py). Each rank has all of it."""
+    """The indexer of DeepSeek Sparse Attention (kernels/latent_params.py). Each rank has the whole indexer."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Indexer:
         prefix: str,
         make_rope_table: Callable[[], Tensor],
     ) -> None:
-        """make_rope_table: for KeySelectionParams.cos_sin."""
+        """`make_rope_table` makes KeySelectionParams.cos_sin."""
         self._spec = spec
         self._build_context = build_context
         self._make_rope_table = make_rope_table
         self._queries, self._keys = (shapes.make_linear([f"{prefix}.{name}"]) for name in ("wq_b", "wk"))
-        # Never quantized, as in checkpoints with quantized weights.
+        # This linear is never quantized, as in checkpoints with quantized weights.
         dense = UnquantizedScheme(build_context.backend, build_context.dtype)
         self._weights = shapes.with_context(scheme=dense, adapters=None).make_linear([f"{prefix}.weights_proj"])
         self._key_norm = f"{prefix}.k_norm"
@@ -59,12 +59,12 @@ class Indexer:
 
     @property
     def query_linears(self) -> tuple[FusedLinear, ...]:
-        """Linears of query latents."""
+        """The linears that read query latents."""
         return (self._queries,)
 
     @property
     def hidden_linears(self) -> tuple[FusedLinear, ...]:
-        """Linears of normed hidden states."""
+        """The linears that read normed hidden states."""
         return self._keys, self._weights
 
     def parameters(self) -> ParameterTable:
@@ -157,12 +157,14 @@ class MLAttention(Sublayer):
 
     @property
     def _indexer_linears(self) -> tuple[tuple[FusedLinear, ...], tuple[FusedLinear, ...]]:
-        """Of query latents, and of normed hidden states."""
+        """The indexer's linears that read query latents, and those that read normed hidden states."""
         indexer = self._indexer
         return ((), ()) if indexer is None else (indexer.query_linears, indexer.hidden_linears)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Keys of one head: latent and rotated key. Values are their prefix. Then index keys."""
+        """Keys of one head, which consist of a latent and a rotated key, then index keys. Values are the latents in the
+        keys.
+        """
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
         latents = CacheTensorSpec(shape, kind)

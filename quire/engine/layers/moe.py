@@ -26,7 +26,7 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """Only shared experts and latent projections take adapters. Ranks have the whole router."""
+    """Adapters apply only to shared experts and latent projections. Each rank has the whole router."""
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
         backend, scheme = build_context.expert_packing or (build_context.backend, build_context.scheme)
@@ -152,13 +152,13 @@ class _SharedExpert:
 
     @property
     def input_linear(self) -> FusedLinear:
-        """Not the gate, which is never quantized."""
+        """The gate is not included, because it is never quantized."""
         return self._up
 
     def compute_output_and_gate(
         self, ops: Operations, x: Activations, step: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden], and gate [T, 1] if any."""
+        """Returns the output [T, hidden], and the gate [T, 1] or None."""
         up = ops.apply_linear(self._up.packed_linear, x, step.linear_context)
         activated = activate_gate_up(ops, up, self._down) if self._is_gated else ops.apply_activation(up, _RELU_SQUARED)
         output = ops.apply_linear(self._down.packed_linear, activated, step.linear_context)
@@ -172,8 +172,8 @@ class _SharedExpert:
 
 
 class _LatentProjections:
-    """Replicated. The output projection takes this rank's partial sum, so that one reduction includes the shared
-    experts.
+    """Projections that every rank has. The output projection reads this rank's partial sum, so that one reduction
+    includes the shared experts.
     """
 
     def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
@@ -194,7 +194,7 @@ class _LatentProjections:
 def _make_replicated_dense_linear(
     shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
-    """Never quantized, because routing would change."""
+    """The linear is never quantized, because routing would change."""
     scheme = UnquantizedScheme(build_context.backend, dtype)
     return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 

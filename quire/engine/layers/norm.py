@@ -16,7 +16,7 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
-    """float32."""
+    """Norms by name, with float32 weights."""
 
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         self._sizes_by_name = names
@@ -29,11 +29,13 @@ class NormWeights:
         return self._weights[name] if name in self._sizes_by_name else None
 
     def get_bias(self, name: str) -> Tensor | None:
-        """None for RMSNorm."""
+        """Returns None for RMSNorm."""
         return self._biases.get(name)
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without such a norm, the sum twice. May overwrite both."""
+        """Returns (norm(x + residual), x + residual), or the sum twice if there is no such norm. May overwrite x and
+        residual.
+        """
         if residual is None:
             return self.apply_norm(ops, name, x), x
         if name not in self._sizes_by_name:
@@ -54,8 +56,8 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the norm to 8 bits if its only readers, `linears`, accept that. With `parallel`, norms the residual
-        alone.
+        """Quantizes the normed activations to 8 bits if their only readers, `linears`, accept that. With `parallel`,
+        norms only the residual.
         """
         if parallel:
             assert residual is not None

@@ -1,4 +1,4 @@
-"""How checkpoint tensors reach a model. A module is ready once all its `parameters()` are loaded."""
+"""Loads checkpoint tensors into modules. A module is ready once all its `parameters()` are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""Axes that a rank's slice cuts on reading. Others are cut on packing."""
+"""The axes along which a rank's slice is taken when a tensor is read. The other axes are sliced when it is packed."""
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -22,9 +22,9 @@ def identity(tensor: Tensor) -> Tensor:
 class LoadableParameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Floating-point tensors are cast to this. Others must have it."""
+    """Floating-point tensors are cast to this dtype. Other tensors must have it."""
     weight_loader: Callable[[Tensor], None]
-    """Takes a tensor of this dtype on the model's device."""
+    """Takes a tensor of `dtype` on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:

@@ -22,7 +22,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolerHead:
-    """[R, hidden] to [R, size], in float32."""
+    """Maps [R, hidden] to [R, size], in float32."""
 
     def __init__(self, layer_specs: Sequence[HeadLayerSpec], backend: Backend) -> None:
         self._layer_specs = layer_specs

@@ -16,7 +16,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import accumulation_dtype
 
 PoolerHeadFunction = Callable[[Tensor], Tensor]
-"""[R, hidden] to [R, size] float32."""
+"""Maps [R, hidden] to [R, size] float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Chunks do not affect results: sums grow token by token, in float64 if the device has it."""
+    """Chunks do not affect results, because sums grow token by token, in float64 if the device has it."""
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
@@ -40,14 +40,16 @@ class Pooler:
         self.pooling = pooling
         self._head = head
         self._accumulated = torch.empty(0)
-        """[slots, hidden]: running sum or first state."""
+        """[slots, hidden]: the running sum, or the first token's state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
         """By slot: one tensor [tokens, size] per chunk."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """Returns [R, size] float32. `hidden` [T, hidden] covers all tokens in the step."""
+        """Returns [R, size] float32 for rows that end their prompt. `hidden` [T, hidden] covers all
+        tokens in the step.
+        """
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
@@ -107,7 +109,7 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """Only for rows that end their prompt. `vectors`: float32."""
+    """Includes only rows that end their prompt. `vectors` are float32."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":
@@ -119,7 +121,7 @@ def postprocess_vectors_by_request_id(
 
 
 def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
-    """[size] or [tokens, size] float32."""
+    """`vector` is [size] or [tokens, size] float32."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
         wide = wide[..., : params.dimensions]

@@ -26,11 +26,11 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Required in addition to rope_theta, keyed by type."""
+"""Fields required in addition to rope_theta, by type."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
-    """Cosines, then sines: [length, head_dim] float32. Raises ModelError."""
+    """Returns cosines, then sines, as [length, head_dim] float32. Raises ModelError."""
     rope_type = rope["rope_type"]
     if missing := [key for key in _REQUIRED_FIELDS.get(rope_type, ()) if key not in rope]:
         raise ModelError(
@@ -66,15 +66,15 @@ def _attention_factor(rope: dict[str, Any]) -> float:
 
 
 def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
-    """[length]."""
+    """Returns [length]."""
     first = query_scaling.first_position
     positions = torch.arange(first, first + length, dtype=torch.float32)
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
 
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
-    """ALiBi (Press et al., 2022) as [heads, 2 * length + 15]. Slopes are geometric. If `heads` is not a power of two,
-    the rest come from the next power of two.
+    """Returns ALiBi (Press et al., 2022) as [heads, 2 * length + 15]. Slopes are geometric. If `heads` is not a power
+    of two, the remaining slopes come from the next power of two.
     """
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
@@ -90,8 +90,8 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length. Choosing by request
-    would change keys midway.
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length. If each request
+    chose, its keys would change midway.
     """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)
@@ -149,7 +149,7 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """GTE (Su, 2023, https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
+    """NTK scaling of GTE (Su, 2023, https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
     half, factor = len(frequencies), rope["factor"]
     numbers = torch.arange(1, half + 1, dtype=torch.float32)
     exponents = numbers / half if rope.get("mixed_b") is None else (numbers / half) ** rope["mixed_b"]
@@ -157,7 +157,9 @@ def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """HunYuan's alpha stretches all frequencies. Otherwise contexts end where scaling begins."""
+    """HunYuan's alpha stretches all frequencies. Without alpha, frequencies are unchanged, because contexts end where
+    scaling begins.
+    """
     stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
     return _base_frequencies(stretched, rotated)
 
@@ -178,7 +180,7 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "default": lambda frequencies, rope, head_dim: frequencies,
     "linear": lambda frequencies, rope, head_dim: frequencies / rope["factor"],
     "llama3": lambda frequencies, rope, head_dim: _llama3_frequencies(frequencies, rope),
-    # per frequency, as GGUF stores llama3 scaling
+    # one factor per frequency, as GGUF stores llama3 scaling
     "factors": lambda frequencies, rope, head_dim: (
         frequencies / _parse_factors_field(rope, "factors", len(frequencies))
     ),
@@ -189,4 +191,4 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "axial": lambda frequencies, rope, head_dim: _axial_frequencies(rope, rotated_size(rope, head_dim)),
     "proportional": _proportional_frequencies,
 }
-"""(base frequencies, ModelConfig.rope, head_dim) to frequencies."""
+"""Maps (base frequencies, ModelConfig.rope, head_dim) to frequencies."""

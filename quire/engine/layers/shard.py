@@ -19,7 +19,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """Part of a linear [out, in]; None: all."""
+    """A rank's part of a linear [out, in]. A range of None means all."""
 
     output_range: range | None = None
     input_range: range | None = None
@@ -27,7 +27,7 @@ class LinearSlice:
     """Only one of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
-        """Rows are outputs, columns inputs."""
+        """Slices a tensor whose rows are outputs and whose columns are inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -57,7 +57,7 @@ class LinearSlice:
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor: ...
 
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor:
-        """Raises ConfigError if it would split a group that has one scale."""
+        """Raises ConfigError if this slice would split a group that has one scale."""
         if isinstance(weight, GroupedWeight):
             return self._slice_grouped(weight, linear)
         if isinstance(weight, Float8Weight):
@@ -114,7 +114,9 @@ class ModelShard:
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """With more ranks than heads, several ranks have the same one. With context parallelism, each has all."""
+        """With more ranks than heads, several ranks have the same head. With context parallelism, each rank has all
+        heads.
+        """
         if self.is_context_parallel:
             return range(heads)
         return (
@@ -148,25 +150,25 @@ class ModelShard:
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum on every rank. May overwrite x."""
+        """Returns the sum over all ranks, on every rank. May overwrite x."""
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """[R, n] float32 to [R, size] on the first rank; others return x. Needs a group."""
+        """Joins the ranks' x [R, n] float32 to [R, size] on the first rank; other ranks return x. Needs a group."""
         assert self.group is not None
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """Index of each row's first maximum, [R] int64 on every rank, from this rank's `values` [R] float32 and
-        `indices` [R] int64.
+        """Returns the index of each row's first maximum over all ranks, [R] int64 on every rank. `values` [R] float32
+        and `indices` [R] int64 are this rank's maxima.
         """
         assert self.group is not None
         assert size <= 2**24, "float32 holds every place"
         candidates = torch.stack((values, (indices + self.rank_span(size).start).float()), 1)
         gathered = self.group.gather_columns(candidates, [2] * self.world_size).unflatten(
             1, (-1, 2)
-        )  # other ranks get their own
+        )  # other ranks get their own candidates
         best_rank = gathered[:, :, 0].argmax(1, keepdim=True)  # ties: lowest rank, so lowest index
         return self.group.broadcast(gathered[:, :, 1].gather(1, best_rank).squeeze(1).long())
 

@@ -46,20 +46,20 @@ class BuildContext:
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """By layer name; others are 1."""
+    """By layer name. Scales of layers that are missing are 1."""
     adapters: AdapterManager | None = None
-    """None: linears get no room for adapters."""
+    """If None, linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
-    """Set only if experts are packed unlike other weights."""
+    """Set only if experts are packed differently from other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """Keyed by the name of their first use."""
+    """By the name of the linear's first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The KV cache's dtype, unless quantized."""
+        """The KV cache's dtype, or `dtype` if the KV cache is quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -87,7 +87,7 @@ class ForwardContext:
     metadata: AttentionMetadata
     cache: LayerCache
     selected_rows: Tensor | None
-    """Tokens needed after the last stateful sublayer; None: all."""
+    """Indices of tokens needed after the last stateful sublayer; None means all."""
     per_layer_inputs: Tensor | None = None
     """[T, W]."""
 
@@ -115,13 +115,13 @@ class SmoothableNorm:
 class Sublayer(ABC):
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
+        """Returns parameters by checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
         return None
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
-        """Norms that only the listed linears read."""
+        """Returns norms that only the linears listed with them read."""
         return ()
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
@@ -132,7 +132,7 @@ class Sublayer(ABC):
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """`num_drafts` tokens of a step may be rejected later."""
+        """`num_drafts`: how many tokens of a step may be rejected later."""
         return ()
 
     @property
@@ -143,8 +143,8 @@ class Sublayer(ABC):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual stream), not yet added, for x [T, hidden] (residual None: embeddings). Stores the state of
-        all T tokens.
+        """Returns output and residual stream, which are not added yet, for x [T, hidden]. If `residual` is None, x are
+        the embeddings. Stores the state of all T tokens.
         """
 
 
@@ -164,7 +164,7 @@ def compute_attention(
 
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
-    """Quantized if its only reader, `down`, accepts that."""
+    """Quantizes the result if its only reader, `down`, accepts that."""
     if (rounding := choose_rounding_and_needs_unrounded((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
         return form.gate_and_round(gate_up, gelu=gelu, whole=whole)

@@ -48,7 +48,7 @@ class SublayerShapes:
         takes_bias: bool = True,
         wide: bool = False,
     ) -> FusedLinear:
-        """`takes_bias`: False if make_parameters loads it. `wide`: float32 results."""
+        """`takes_bias` is False if make_parameters loads the bias. `wide`: results are float32."""
         build_context, first = self._build_context, linears[0]
         return FusedLinear(
             build_context.scheme,
@@ -83,7 +83,7 @@ class SublayerShapes:
         slice_tensor: Callable[[Tensor], Tensor] = identity,
         transform: Callable[[Tensor], Tensor] = identity,
     ) -> ParameterTable:
-        """float32. Ignores missing names."""
+        """Makes float32 parameters. Ignores missing names."""
         shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
         return {
             f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, transform, slice_tensor)

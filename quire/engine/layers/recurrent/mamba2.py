@@ -67,7 +67,7 @@ class Mamba2Mixer(MatrixStateMixer):
 
     @cached_property
     def conv_params(self) -> ShortConv:
-        """Includes channel multipliers, because the convolution is float32."""
+        """Multiplies channel multipliers into the weight, because the convolution is float32."""
         span_multipliers = zip(self._channel_spans, self._spec.multipliers[1:4], strict=True)
         channel_multipliers = torch.cat([torch.full((len(span),), multiplier) for span, multiplier in span_multipliers])
         weight = self._weights[CONV_WEIGHT][:, 0] * channel_multipliers[:, None].to(self._weights[CONV_WEIGHT].device)

@@ -35,7 +35,7 @@ class RecurrentMixer(Sublayer):
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """float32, without linears and norms."""
+        """float32 weights that are not in linears or norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
@@ -49,7 +49,7 @@ class RecurrentMixer(Sublayer):
     def _project_output(
         self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """`mixed` has all tokens, the result only the selected rows."""
+        """`mixed` has all tokens; the result has only the selected rows."""
         context = step.linear_context
         if step.selected_rows is not None:
             mixed = mixed[step.selected_rows]
@@ -85,7 +85,7 @@ class MatrixStateMixer(RecurrentMixer):
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Convolution inputs, states, and inputs of draft tokens, which are replayed when accepted."""
+        """Convolution inputs, states, and inputs of draft tokens, which are replayed if the tokens are accepted."""
         shape = self._state_spec
         dtype = self._build_context.dtype
         heads = len(self._head_span)

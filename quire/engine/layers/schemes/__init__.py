@@ -25,19 +25,19 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """By name within the linear."""
+        """Returns specs by name within the linear."""
 
     @abstractmethod
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuse linears of one input in this order. `cuts` apply to axes not cut on reading. `wide`: float32 results of
-        the same sums.
+        """Fuse linears with the same input, in this order. `cuts` apply to axes that were not sliced on reading. With
+        `wide`, results of the same sums are float32.
         """
 
     @abstractmethod
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        """[out, in] in the model's dtype. `cut` applies to axes not cut on reading."""
+        """Returns [out, in] in the model's dtype. `cut` applies to axes that were not sliced on reading."""
 
     @abstractmethod
     def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
@@ -45,7 +45,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: also used as the LM head. `cut` applies to axes not cut on reading."""
+        """`tied`: the embedding is also the LM head. `cut` applies to axes that were not sliced on reading."""
 
 
 class WrappedScheme(QuantizationScheme):

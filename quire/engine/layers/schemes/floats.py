@@ -21,7 +21,7 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""By code, doubled to make integers."""
+"""Values of e2m1 by code, doubled so that they are integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
@@ -34,7 +34,7 @@ class _QuantState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Float8Format(LinearFormat):
-    """e4m3 with scales per tensor, output, group or block. MXFP8 has a power of two per 32 inputs."""
+    """e4m3 with scales per tensor, output, group or block. MXFP8 has a power-of-two scale per 32 inputs."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -70,8 +70,8 @@ class Float8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class Float4Format(LinearFormat):
-    """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs. NVFP4 has an e4m3 scale per 16 inputs, and a
-    global scale: a factor in ModelOpt's checkpoints, a divisor in those of compressed-tensors.
+    """e2m1, low nibble first. MXFP4 has a power-of-two scale per 32 inputs. NVFP4 has an e4m3 scale per 16 inputs, and
+    a global scale: a factor in ModelOpt's checkpoints, a divisor in those of compressed-tensors.
     """
 
     weight_format: WeightFormat
@@ -121,9 +121,9 @@ def float4_format_from_headers(
 
 
 def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
-    """2 ** (exponent - 128) in float32: half the scale, because DOUBLED_E2M1_VALUES are doubled."""
+    """Returns 2 ** (exponent - 128) in float32. This is half the scale, because DOUBLED_E2M1_VALUES are doubled."""
     exponents = exponents.int()
-    # The two smallest are subnormal.
+    # The results for the two smallest exponents are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
     return bits.to(torch.int32).view(torch.float32)
 
@@ -142,8 +142,8 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4. Nibbles, high one first, index 16 floats. absmax, maybe in 8-bit codes, scales each block of
-    flattened weights. Dequantized, because no kernel has float tables.
+    """NF4 or FP4. Nibbles, high one first, are indices of a table of 16 floats. absmax, which may itself be in 8-bit
+    codes, scales each block of flattened weights. Weights are dequantized, because no kernel has tables of floats.
     """
 
     quant_type: str

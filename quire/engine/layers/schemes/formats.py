@@ -46,7 +46,9 @@ def make_format_lookup(
     *,
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
-    """None: unquantized. `is_extra_layer`: an MTP layer may be unquantized although config.json does not say so."""
+    """The lookup returns None for unquantized linears. `is_extra_layer`: an MTP layer may be unquantized although
+    config.json does not say so.
+    """
     names = sorted(headers)
 
     def read_tensor_specs(linear: str) -> dict[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""GGUF blocks as grouped weights of exactly the same values. Functions take rows as bytes. Source: ggml-common.h and
+"""Converts GGUF blocks to grouped weights of exactly the same values. Rows are in bytes. Source: ggml-common.h and
 ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 
@@ -37,7 +37,7 @@ class GGUFFormat(LinearFormat):
     tensor_type: GGMLType
     input_order: Tensor | None = field(default=None, compare=False)
     scale: float = 1.0
-    """Factor of all weights."""
+    """Multiplies all weights."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)
@@ -140,7 +140,7 @@ def _mxfp4_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 
 def _nvfp4_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    """Scales are unsigned e4m3, halved because values are doubled."""
+    """Scales are unsigned e4m3, and are halved because values are doubled."""
     bits = blocks[..., :4].int()
     exponents, mantissas = bits >> 3 & 15, bits & 7
     scales = torch.ldexp((mantissas + 8 * (exponents > 0)).float(), exponents.clamp(min=1) - 11)
@@ -174,12 +174,12 @@ _CONVERTERS_BY_TYPE: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = 
     "TQ1_0": (54, codebooks.tq1_0_to_grouped_weight),
     "TQ2_0": (66, codebooks.tq2_0_to_grouped_weight),
 }
-"""Bytes per block, and converter of [out, blocks, bytes]."""
+"""By type: bytes per block, and the converter of blocks [out, blocks, bytes]."""
 SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 
 def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """6-bit multiples of two float16 numbers shared by eight groups."""
+    """Decodes 6-bit multiples of two float16 numbers that eight groups share."""
     d, least = read_float16(blocks[..., :2], keepdim=True), read_float16(blocks[..., 2:4], keepdim=True)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     steps = torch.cat((first & 63, last & 15 | first >> 2 & 48), -1)

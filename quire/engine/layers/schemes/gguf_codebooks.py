@@ -1,5 +1,5 @@
-"""GGUF types whose weights are entries of a codebook, and ternary types, as grouped weights of exactly the same values.
-Source: ggml-common.h and ggml-quants.c, https://github.com/ggml-org/ggml.
+"""Converts GGUF types to grouped weights of exactly the same values. The weights of these types are entries of a
+codebook, or ternary. Source: ggml-common.h and ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _CODEBOOKS = (
     "hnLaHRT+M1kPFfGCnRYJjG7j8eVw2Ul7RC3p5VgTOn5+XKjLUjGu1yl+y2R6/krHThbu3/s4FoodQVboz1wNuBi8kYrWaUBDtv66xI9Hz0TeEsdI"
     "c3gX3dvapfflzqPXYcxeoElcxnPp/xaeTRw="
 )
-"""The codebooks of ggml-common.h, one after another. An entry has 8 levels of 2 bits, or 4 levels of 3 bits if IQ3;
-the first level is in the lowest bits. This is base64 of zlib of little-endian 16-bit differences between entries.
+"""The codebooks of ggml-common.h, one after another. An entry has 8 levels of 2 bits, or in IQ3 4 levels of 3 bits; the
+first level is in the lowest bits. This is base64 of zlib of little-endian 16-bit differences between entries.
 """
 _SIGN_OF_IQ2, _SIGN_OF_IQ3 = 2, 3
 """Index of the bit that makes a code's value negative."""
@@ -80,7 +80,7 @@ _TERNARY_VALUES = (-1, 0, 1, 2)
 
 @functools.cache
 def _read_codebook(name: str) -> Tensor:
-    """[entries, levels] uint8."""
+    """Returns [entries, levels] uint8."""
     differences = torch.frombuffer(bytearray(zlib.decompress(b64decode("".join(_CODEBOOKS)))), dtype=torch.int16)
     parts = (differences.cumsum(0) & 0xFFFF).split(list(_CODEBOOK_SIZES.values()))
     entries = parts[list(_CODEBOOK_SIZES).index(name)].unsqueeze(1)
@@ -90,13 +90,13 @@ def _read_codebook(name: str) -> Tensor:
 
 
 def _look_up_levels(name: str, indices: Tensor) -> Tensor:
-    """[out, ...] to [out, in] uint8."""
+    """Maps indices [out, ...] to levels [out, in] uint8."""
     return _read_codebook(name).to(indices.device)[indices.long()].flatten(1)
 
 
 def _unpack_seven_signs(words: Tensor) -> Tensor:
-    """The lowest 28 bits of [out, ...] are four times 7 signs. Each eighth sign makes the number of negative ones even.
-    Returns [out, in] uint8.
+    """The lowest 28 bits of `words` [out, ...] are four groups of 7 signs. An eighth sign makes each group's number of
+    negative signs even. Returns [out, in] uint8.
     """
     return _complete_signs(shift_and_mask(words, (0, 7, 14, 21), 127))
 
@@ -165,7 +165,9 @@ def iq1_s_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 
 def iq1_m_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    """The shift of a group of 8 weights has one sign. The highest 4 bits of four words are the block's scale."""
+    """Each group of 8 weights has one sign for its shift. The highest 4 bits of a block's four words together are its
+    scale.
+    """
     high, words = shift_and_mask(blocks[..., 32:48].int(), (0, 4), 15), read_uint16(blocks[..., 48:])
     indices = blocks[..., :32].int() | (high & 7) << 8
     codes = _look_up_levels("IQ1", indices) | ((high >> 3) << _SIGN_OF_IQ2).to(torch.uint8).repeat_interleave(

@@ -1,7 +1,7 @@
-"""Integers of 2 to 8 bits as grouped weights: GPTQ, AWQ, compressed-tensors.
+"""Converts integers of 2 to 8 bits to grouped weights: GPTQ, AWQ, compressed-tensors.
 
-All mean scale * (code - zero). Grouped weights store scale and offset. float32 holds the product of 11 bits of scale
-and 8 of code exactly.
+In all of them, a weight is scale * (code - zero). Grouped weights store scale and offset. No precision is lost, because
+float32 represents the product of an 11-bit scale and an 8-bit code exactly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Eight consecutive outputs have these nibbles of a word."""
+"""The nibbles of a word in which eight consecutive outputs are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQFormat(LinearFormat):
-    """Codes lie along inputs in 32-bit words, zero points along outputs."""
+    """32-bit words pack codes along inputs, and zero points along outputs."""
 
     weight_format: WeightFormat
     has_group_index: bool
@@ -52,7 +52,7 @@ class GPTQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class AWQFormat(LinearFormat):
-    """Codes lie along outputs in 32-bit words."""
+    """32-bit words pack codes and zero points along outputs."""
 
     weight_format: WeightFormat
 
@@ -74,8 +74,8 @@ class AWQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
-    """pack-quantized: words along the inputs hold codes + 2 ** (bits - 1), words along the outputs zero points with
-    that offset.
+    """pack-quantized. Words along inputs contain codes + 2 ** (bits - 1). Words along outputs contain zero points with
+    the same offset.
     """
 
     weight_format: WeightFormat
@@ -139,8 +139,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
-    2 ** (bits - 1). Groups shrink if they do not divide the inputs.
+    """Makes the weight scales * (codes - zeros) from codes [out, in], which are 0 to 2 ** bits - 1, and from scales and
+    zeros [out, groups]. If `zeros` is None, 2 ** (bits - 1) is used. Groups shrink if they do not divide the inputs.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
@@ -164,7 +164,7 @@ def make_grouped_weight(
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """[rows, n] 32-bit words to [rows, codes] uint8. A code may cross words."""
+    """Maps [rows, n] 32-bit words to [rows, codes] uint8. A code may cross words."""
     rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
     if bits == 8:
         return rows
@@ -179,7 +179,9 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """None: already in order. Raises ModelError for unequal groups."""
+    """Returns the order of inputs by group, or None if they are already in order. Raises ModelError for groups of
+    unequal size.
+    """
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)

@@ -15,15 +15,15 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 class LinearFormat(ABC):
     @abstractmethod
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        """By name within the linear."""
+        """Returns specs by name within the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
-        """Dense [out, in] if no backend format fits. Raises ModelError."""
+        """Returns a dense [out, in] tensor if no backend format fits. Raises ModelError."""
 
 
 class MixedScheme(UnquantizedScheme):
-    """Each linear has its own format; None: unquantized."""
+    """Each linear has its own format, or None if it is unquantized."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class MixedScheme(UnquantizedScheme):
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
             return self._backend.pack_quantized(quantized, concat_present_biases(linears), dtype=self._dtype, wide=wide)
-        # With an unquantized part, the others are dequantized.
+        # If one part is unquantized, the other parts are dequantized.
         dense_linears = {name: tensors | {"weight": self._to_dense(weights[name])} for name, tensors in linears.items()}
         return super().pack_linears(dense_linears, cuts, wide=wide)
 

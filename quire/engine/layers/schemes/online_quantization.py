@@ -22,18 +22,18 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""A float32 copy of all weights would take twice the tensor's memory."""
+"""Weights are quantized in chunks of this size. A float32 copy of all weights would take twice the tensor's memory."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
 
 class OnlineQuantizedScheme(UnquantizedScheme):
     """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized,
-    because it would be expanded at once.
+    because it would be dequantized at once.
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """`dtype`: of activations and unquantized weights."""
+        """`dtype` is that of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -82,7 +82,7 @@ class Int8EmbeddingAndHeadScheme(WrappedScheme):
 
 
 def quantize_int8(weight: Tensor) -> GroupedWeight:
-    """[out, in] with a scale per output."""
+    """Quantizes [out, in] with a scale per output."""
     scales = _compute_scales(weight, 127)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -91,7 +91,7 @@ def quantize_int8(weight: Tensor) -> GroupedWeight:
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
-    """[out, in] to e4m3 with a scale per output."""
+    """Quantizes [out, in] to e4m3 with a scale per output."""
     scales = _compute_scales(weight, _MAX_FLOAT8)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -101,7 +101,9 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
-    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); int8 if inputs are not a multiple of 32."""
+    """Quantizes [out, in] with scale and offset per 32 inputs (kernels/int4_fit.py), or to int8 if the inputs are not a
+    multiple of 32.
+    """
     outs, inner = weight.shape
     if inner % GROUP_SIZE:
         return quantize_int8(weight)
@@ -110,7 +112,7 @@ def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
 
 
 def _compute_scales(weight: Tensor, steps: float) -> Tensor:
-    """[out, 1], rounded to bfloat16 as in checkpoints."""
+    """Returns [out, 1], rounded to bfloat16 as in checkpoints."""
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     peak = torch.maximum(-low, high).float()
     return (peak / steps).bfloat16().float().clamp_min(_MIN_SCALE)

@@ -34,7 +34,7 @@ class PerLayerInputs:
         shapes = SublayerShapes(spec.parameter_shapes(hidden), build_context)
         self._table_spec = build_context.scheme.embedding_tensor_spec(*shapes.rows_and_columns(EMBED_TOKENS_PER_LAYER))
         self._table: dict[str, QuantizedEmbedding] = {}
-        # Rounded like the scale of Embedding.
+        # Rounded to the dtype, like the scale of Embedding.
         self._scale = torch.tensor(spec.size_per_layer**0.5, dtype=build_context.dtype).item()
         self._projection_scale = hidden**-0.5
         self._projection = shapes.make_linear([PER_LAYER_MODEL_PROJECTION])
@@ -50,7 +50,7 @@ class PerLayerInputs:
         return table | merge_parameters(self._projection, self._norm)
 
     def compute_inputs(self, token_ids: Tensor, x: Tensor, image_rows: Tensor | None, context: LinearContext) -> Tensor:
-        """[T, layers * size] for x [T, hidden]. `image_rows`: indices of image tokens."""
+        """Returns [T, layers * size] for x [T, hidden]. `image_rows`: indices of image tokens."""
         if image_rows is not None:
             token_ids = token_ids.clone().index_fill_(0, image_rows, self._spec.image_token_id)
         embedded = self._table[EMBED_TOKENS_PER_LAYER].embed_tokens(token_ids) * self._scale

@@ -1,6 +1,7 @@
 """Attention and MLP with weights that several layers share (Zamba 2: Glorioso et al., 2024).
 
-They read the residual stream and the embeddings. Each use has its own low-rank adapters and output linear.
+Both read the residual stream and the embeddings. Each use of the weights has its own low-rank adapters and output
+linear.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class SharedTransformer(Sublayer):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The output is not added to the stream. See Mamba2LayerSpec.joins_input_only."""
+        """The returned output is not added to the residual stream. See Mamba2LayerSpec.joins_input_only."""
         residual = x if residual is None else ops.add_residual(x, residual)
         assert step.per_layer_inputs is not None
         joined = self._norms.apply_norm(ops, self._norm, ops.concat_columns(residual, step.per_layer_inputs))
