@@ -10,7 +10,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
-    """Default: text that grammars force, except on GPUs, where this is unmeasured."""
+    """Without speculative_config, drafts text that grammars force, except on GPUs, where the benefit is unmeasured."""
     speculative = config.speculative_config
     if "generate" not in worker.engine_info.tasks or (speculative is None and worker.engine_info.device != "cpu"):
         return None
@@ -22,7 +22,7 @@ def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Draf
 def make_model_or_head_drafter(
     worker: StartedWorker, config: EngineConfig
 ) -> tuple[Drafter | TokenwiseDrafter, list[tuple[int, float]]] | None:
-    """Also returns the measured (tokens, seconds) of drafting."""
+    """Also returns measured pairs (number of sequences, seconds per draft token)."""
     if (draft := worker.started_drafter) is None:
         return None
     size = worker.kv_plan.block_size

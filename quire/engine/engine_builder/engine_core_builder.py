@@ -26,10 +26,10 @@ from quire.engine.worker.startup import start_worker
 
 
 class EngineCoreBuilder:
-    """Do not keep this object, because it holds the weights."""
+    """Do not keep this object, because it keeps the weights in memory."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
-        """`tensors`: weights by checkpoint name, instead of files. Raises ConfigError."""
+        """`tensors`: weights by checkpoint name, which replace the files. Raises ConfigError."""
         path = resolve_model_with_overrides(config)
         model = apply_context_settings(load_model_config(config, path), config)
         config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))

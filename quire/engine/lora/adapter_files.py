@@ -21,7 +21,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""Trained scales are below 100. Far higher ones overflow results."""
+"""Trained scales are below 100. Far higher scales overflow results."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -132,7 +132,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """Keyed by module, then by half (down or up)."""
+    """Returns names by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -164,7 +164,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """None if the model has no such module."""
+    """Returns None if the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
@@ -205,7 +205,7 @@ def _make_module_spec(
 
 
 def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """As in PEFT, the first pattern that equals the name or its end wins."""
+    """Returns the value of the first pattern that equals the name or its end, as in PEFT."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

@@ -1,7 +1,7 @@
-"""A waiting queue in which requests wait for adapters without delaying others.
+"""A waiting queue in which requests wait for adapters without delaying other requests.
 
-An adapter keeps its slot while a request needs it, even a preempted one. If no slot is free, the adapters with the
-fewest users accept no new users, so that no adapter waits forever.
+An adapter keeps its slot while a request needs it, even if that request is preempted. If no slot is free, the adapters
+with the fewest users accept no new users, so that no adapter waits forever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""After this an idle engine checks for messages."""
+"""How long an idle engine waits for a load before it checks for messages."""
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class _AdapterSlot:
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
     is_closed: bool = False
-    """Another adapter waits for this slot."""
+    """Another adapter waits for this slot, so it accepts no new requests."""
     last_used: int = 0
-    """Counts uses, not seconds."""
+    """The number of the last use, not a time."""
 
 
 class AdapterQueue(FairQueue):
@@ -129,7 +129,7 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """An empty slot, else the least recently used one without requests."""
+        """Returns an empty slot, or else the least recently used slot without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -144,7 +144,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """First those already closed, then those with the fewest users."""
+        """Closes `count` slots: first those already closed, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

@@ -38,7 +38,9 @@ class AdapterStore:
         self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
-        """Copy and check a folder or hub id. Slow, so call it in a thread. Empty `allowed_folders` allows any."""
+        """Copy and check the adapter in a folder or at a hub id. This is slow, so call it in a thread. If
+        `allowed_folders` is empty, every folder is allowed.
+        """
         folder = _resolve_folder(path, allowed_folders)
         try:
             temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))
@@ -101,7 +103,7 @@ class AdapterStore:
 
 
 def _rename_unless_stored(temporary: Path, target: Path) -> None:
-    """Another thread may have stored the same adapter."""
+    """Keeps an existing folder, because another thread may have stored the same adapter."""
     if target.is_dir():
         return
     try:

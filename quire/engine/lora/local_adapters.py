@@ -37,8 +37,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LocalAdapters:
-    """Deletes copies that are neither recent nor in use. Otherwise a trainer that writes an adapter at every step would
-    fill the disk.
+    """Deletes copies of adapters that are neither recent nor in use. Otherwise a trainer that writes an adapter at
+    every step would fill the disk.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:

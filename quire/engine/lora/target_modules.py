@@ -17,8 +17,8 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """All linears except experts', the embedding and the head. Empty for the transformers backend, because only its
-    engine knows the modules.
+    """Returns the embedding, the LM head, and all linears except those of experts. Returns nothing for the transformers
+    backend, because only its engine knows the modules.
     """
     if model.transformers_config is not None:
         return {}
@@ -37,8 +37,8 @@ def target_linears(model: ModelConfig) -> ModuleShapes:
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """For an unknown architecture, assumes attention and a gated MLP. Raises ModelError, or ConfigError if a size is
-    missing.
+    """Returns modules as config.json implies. For an unknown architecture, assumes attention and a gated MLP. Raises
+    ModelError, or ConfigError if a size is missing.
     """
     text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -57,7 +57,7 @@ def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
 
 
 def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False) -> int:
-    """`head`: include the LM head, for which GPU slots reserve room."""
+    """`head`: include the LM head, for which slots on GPUs reserve memory."""
     left_out = (EMBED_TOKENS,) if head else (EMBED_TOKENS, LM_HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 

@@ -1,4 +1,4 @@
-"""Checks bits, because NumPy has no bfloat16. Does not import torch."""
+"""Checks an adapter's numbers by their bits, because NumPy has no bfloat16. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPONENT_BITS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-"""Integer dtype and exponent mask; infinity and NaN have all its bits set."""
+"""Integer dtype and exponent mask. Infinity and NaN have all bits of the mask set."""
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
@@ -70,7 +70,7 @@ def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
 
 
 def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
-    """Allows for bfloat16 rounding (8 mantissa bits)."""
+    """Tolerates differences from bfloat16 rounding (8 mantissa bits)."""
     numbers, others = _read_numbers(first), _read_numbers(second)
     if numbers is None or others is None or len(numbers) != len(others):
         return False
@@ -85,7 +85,7 @@ def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
 
 
 def _read_numbers(location: _TensorLocation) -> np.ndarray | None:
-    """None if not floating-point; bfloat16 becomes uint16."""
+    """Returns None for other than floating-point numbers. bfloat16 becomes uint16."""
     file, dtype, begin, end = location
     if dtype not in _FLOAT_DTYPES:
         return None
