@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): a block stores one latent and one rotated key per token for all
 heads.
 
-Queries are absorbed into latent space, even in prefill, so that a row's bits depend on the row alone. Otherwise
-backends may expand latents (`ExpandablePerHeadLinear`), which rounds differently.
+If results must not depend on the batch, queries are absorbed into latent space even in prefill, so that a row's bits
+depend on the row alone. Otherwise backends may expand a prompt's latents (`ExpandablePerHeadLinear`), which rounds
+differently.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class _AdapterSlot:
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
     is_closed: bool = False
-    """Another adapter waits for this slot, so it accepts no new requests."""
+    """Another adapter waits for this slot, so the slot accepts no new requests."""
     last_used: int = 0
     """The number of the last use, not a time."""
 
@@ -38,7 +38,7 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_AdapterSlot(number) for number in range(1, slots + 1)]
         self._waiting_by_adapter: dict[str, list[Request]] = {}
-        """Holds no empty lists."""
+        """Contains no empty lists."""
         self._num_uses = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -129,7 +129,7 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """Returns an empty slot, or else the least recently used slot without requests."""
+        """Returns an empty slot, or else the least recently used slot without requests, or None."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 

@@ -17,8 +17,8 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """Returns the embedding, the LM head, and all linears except those of experts. Returns nothing for the transformers
-    backend, because only its engine knows the modules.
+    """Returns the embedding, the LM head, and all linears except those of experts. The result is empty for the
+    transformers backend, because only its engine knows the modules.
     """
     if model.transformers_config is not None:
         return {}
@@ -37,8 +37,8 @@ def target_linears(model: ModelConfig) -> ModuleShapes:
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """Returns modules as config.json implies. For an unknown architecture, assumes attention and a gated MLP. Raises
-    ModelError, or ConfigError if a size is missing.
+    """Returns the modules that config.json implies. For an unknown architecture, assumes attention and a gated MLP.
+    Raises ModelError, or ConfigError if a size is missing.
     """
     text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -29,7 +29,7 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """Copies with NumPy, which holds neither Python's lock nor PyTorch's threads."""
+    """Copies with NumPy, which blocks neither other Python threads nor PyTorch's."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)

@@ -88,8 +88,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Returns an upper bound, before weights are loaded. It keeps per-position tables from growing with the context
-    length that config.json claims. `token_bytes`: KV bytes of a token in all layers.
+    """Returns an upper bound that is known before weights are loaded. It keeps per-position tables from growing with
+    the context length in config.json. `token_bytes`: KV bytes of a token in all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -397,7 +397,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory(backend: Backend | None) -> AbstractContextManager[None]:
-    """Encoders have no `backend` (None)."""
+    """`backend` is None for encoders."""
     advice = (
         "serve a smaller model"
         if backend is None

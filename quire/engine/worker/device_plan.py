@@ -273,7 +273,9 @@ class DevicePlan:
     vision_backend: Backend
     """For the vision tower, whose attention is not sharded under context parallelism."""
     eager_prefill_reason: str | None = None
-    """Why no CUDA graphs of prefills are captured, only of decodes; None if they are. Followers leave it None."""
+    """Why CUDA graphs are captured only of decodes, not of prefills. None if prefills are captured too, and on
+    followers.
+    """
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:

@@ -126,7 +126,7 @@ class DraftHeadRunner:
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
         # The token after an unsampled row may not be stored yet; then its id is garbage.
-        """`token_slots` [T]."""
+        """`token_slots` [T] are the tokens' slots."""
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 

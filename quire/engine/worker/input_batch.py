@@ -25,7 +25,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Inputs of a forward pass over T tokens, R of which are sampled."""
+    """Inputs of a forward pass over T tokens, at R of which the step samples."""
 
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
@@ -97,8 +97,8 @@ class InputBatch:
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._state_lengths = np.zeros(num_slots, dtype=np.int64)
-        """The number of tokens in each slot's recurrent states. It is negative until a new request's first step; its
-        states then hold all tokens before that step.
+        """Tokens in each slot's recurrent states. Negative before a new request's first step, because the states then
+        have all tokens before that step.
         """
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
@@ -179,7 +179,7 @@ class InputBatch:
 
     @property
     def tracks_recurrent_state_lengths(self) -> bool:
-        """True if recurrent states must replay accepted draft tokens."""
+        """True if recurrent states may have to replay draft tokens that were accepted."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
@@ -427,7 +427,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
     """Returns a value for each sample. A row's last sample gets the row's value in `ends`; the samples before it get
-    the values directly below.
+    the integers directly below.
     """
     if not any(row.draft_token_ids for row in rows):
         return ends

@@ -112,8 +112,8 @@ def num_tokens(batch: SchedulerOutput) -> int:
 
 
 def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
-    """Returns two parts with about half of the tokens each. Instead of a single row that cannot be split, returns the
-    row without its draft tokens. Otherwise returns nothing.
+    """Returns two parts with about half of the tokens each. If there is a single row that cannot be split, returns one
+    part without the row's draft tokens, or nothing if it has none.
     """
     first: list[ScheduledRequest] = []
     rest = list(batch.scheduled_requests)
@@ -130,7 +130,7 @@ def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], 
     if first and rest:
         return [_with_rows(batch, first), _with_rows(batch, rest)]
     if len(rest) == 1 and (num_drafts := len(rest[0].draft_token_ids)):
-        # The output is the same as if no draft was accepted.
+        # The output is the same as if no draft token was accepted.
         count = rest[0].num_tokens - num_drafts
         return [_with_rows(batch, [msgspec.structs.replace(rest[0], num_tokens=count, draft_token_ids=[])])]
     return []

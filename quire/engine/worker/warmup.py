@@ -85,7 +85,7 @@ def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """A kernel that fails here may work when a step needs it. If not, that step explains the error."""
+    """Returns notes. A kernel that fails here may work when a step needs it. If not, that step explains the error."""
     if find_spec("triton") is None:
         return []
     began = clock()

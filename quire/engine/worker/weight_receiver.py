@@ -2,8 +2,9 @@
 
     python -m quire.engine.worker.weight_receiver FD FOLDER
 
-A collective may wait for a dead peer, and the engine must not. FD is a socket of engine/client/weight_broadcast.py for
-calls of WeightReceiverMethods. When the socket closes, FOLDER is deleted and the process exits at once.
+A collective may wait for a dead peer, which must not stop the engine. FD is a socket of
+engine/client/weight_broadcast.py for calls of WeightReceiverMethods. When the socket closes, FOLDER is deleted and the
+process exits at once.
 """
 
 from __future__ import annotations

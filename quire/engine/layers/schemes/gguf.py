@@ -37,7 +37,7 @@ class GGUFFormat(LinearFormat):
     tensor_type: GGMLType
     input_order: Tensor | None = field(default=None, compare=False)
     scale: float = 1.0
-    """Multiplies all weights."""
+    """Factor of all weights."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)

@@ -29,7 +29,7 @@ _MIN_SCALE = 2.0**-100
 
 class OnlineQuantizedScheme(UnquantizedScheme):
     """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized,
-    because it would be dequantized at once.
+    because its caller would dequantize it immediately.
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:

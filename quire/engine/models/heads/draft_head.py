@@ -16,7 +16,7 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
-    """Returns the decoder's sizes and dtypes, without its sharding."""
+    """Returns a context with the decoder's sizes and dtypes, but without its sharding."""
     shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
     return BuildContext(backend, scheme, *shape, kv_scales={})
 
@@ -41,7 +41,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
+        """Returns parameters by checkpoint name."""
 
     @abstractmethod
     def compute_states(
@@ -58,8 +58,8 @@ class DraftHead(ABC):
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        """`next_tokens` [T] are the draft tokens after `states`."""
+        """Returns the states after `next_tokens` [T], which are the draft tokens that follow `states`."""
 
     @abstractmethod
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
-        """[T, vocab] float32."""
+        """Returns [T, vocab] float32."""

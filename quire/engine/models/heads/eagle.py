@@ -65,7 +65,7 @@ class Eagle3Head(EagleHead):
         embedding_norm, state_norm, _ = EAGLE3_NORMS
         embedded = norm(embedding_norm, self._decoder.embed_tokens_unscaled(next_tokens))
         normed = norm(state_norm, states)
-        residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
+        residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite residual
         x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
         return x + residual
 

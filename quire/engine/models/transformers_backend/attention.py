@@ -74,6 +74,6 @@ class PagedAttentionFunction:
 
 
 def _to_padded_token_rows(x: Tensor, width: int) -> Tensor:
-    """[1, heads, T, D] to [T, heads, width], zero-padded."""
+    """Maps [1, heads, T, D] to [T, heads, width], padded with zeros."""
     rows = x[0].transpose(0, 1)
     return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

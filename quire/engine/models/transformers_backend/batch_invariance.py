@@ -19,7 +19,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.parameters.activation import GELU, Activation
 
 _VECTOR_SIZE = 64
-"""In elements. A whole number of vectors in every dtype on every CPU."""
+"""This many elements fill whole vectors in every dtype on every CPU."""
 _SINGLE_THREAD_SIZE = 1 << 15
 """Up to this size PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
 _ELEMENTWISE = {

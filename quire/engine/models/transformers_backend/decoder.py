@@ -63,10 +63,10 @@ class _BodyStub(nn.Module):
 
 
 class TransformersDecoder(Decoder):
-    """Fill it through `parameters()`, then call `ready` before use."""
+    """Load its weights through `parameters()`, then call `process_weights_after_loading` before use."""
 
     reduces_results = True
-    """False while one rank computes alone. Its results are then meaningless."""
+    """False while one rank computes alone. The rank's results are then meaningless."""
 
     def build_modules(self, build_context: BuildContext) -> None:
         """Builds all layers, because check_transformers_settings excludes pipeline stages."""

@@ -38,7 +38,7 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context` describes the step's tokens."""
+        """`context` returns the LinearContext of the step's tokens."""
         super().__init__()
         self._packed = linear
         self._context = context

@@ -201,7 +201,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Yields, by module name, whether the module's rows are always the tokens."""
+    """Yields a dict by module name: True if the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:

@@ -117,7 +117,7 @@ class Smoothing:
         return len(self._norm_weights)
 
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns linears' weights as float32; norms keep their dtype."""
+        """Linears' weights become float32. Norms keep their dtype, and other tensors are unchanged."""
         module, _, kind = (text_tensor_name(name) or "").rpartition(".")
         module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:

@@ -101,8 +101,8 @@ class DecodeGraphs:
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """Returns True if the step fits and samples at every token. Draft tokens may be rows of their own, because each
-        layer stores all keys and values before it attends.
+        """Returns True if the step fits in a graph and samples at every token. Draft tokens may be rows of their own,
+        because each layer stores all keys and values before it attends.
         """
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows
@@ -139,7 +139,7 @@ class DecodeGraphs:
         head_graph = self.draft_head_graphs.graphs.get((size, max_blocks))
         if sample_graph is not None:
             sample_graph.replay()
-            sampled = sample_graph.output[..., :count].clone()  # the next step may overwrite it before it is downloaded
+            sampled = sample_graph.output[..., :count].clone()  # the next step may overwrite it before the download
         return GraphOutputs(
             hidden, hidden, True, sampled, None if head_graph is None else partial(head_graph.replay_rows, count)
         )

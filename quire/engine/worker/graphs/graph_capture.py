@@ -111,7 +111,7 @@ class CudaGraphCapture:
     """Captures graphs that share one memory pool, so no two of them may run at the same time."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """These are kept, because PyTorch's allocator still queries failed graphs about memory."""
+    """Failed graphs. They are kept, because PyTorch's allocator still queries them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         self._allocator = allocator

@@ -81,8 +81,8 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Only the batches and failed captures decide which graphs are captured. Both are the same on all ranks, so the
-        ranks' graphs are too.
+        """Only the batches and failed captures decide which graphs are captured. Both are the same on all ranks, so all
+        ranks have the same graphs.
         """
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots

@@ -51,7 +51,7 @@ class ImageEncoderCache:
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """The image stored last is kept even if it is larger."""
+        """The image stored last is kept even if its features are larger."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}

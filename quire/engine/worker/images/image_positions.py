@@ -122,7 +122,7 @@ class ImagePositions:
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
     """Returns (time, row, column) of each token up to the last image's end, [tokens, 3] int64, or [0, 3] without mRoPE.
-    After an image, text continues after the largest coordinate (Wang et al., 2024).
+    Text after an image continues after the largest coordinate (Wang et al., 2024).
     """
     contents = {each.digest: each for each in new_request.images}
     parts = []

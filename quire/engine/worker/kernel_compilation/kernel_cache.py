@@ -54,8 +54,8 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once.
-    `progress` is called repeatedly during the wait. The wait ends after `seconds`; on file systems without locks there
-    is none.
+    `progress` is called repeatedly during the wait. The wait ends after `seconds`; on file systems without locks, no
+    process waits.
     """
     lock: int | None = None
     with suppress(OSError):
@@ -72,7 +72,7 @@ def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -
 
 
 def trial_verdict_folder() -> Path:
-    """A subfolder of the kernels' folder, so that both are deleted together."""
+    """Returns a subfolder of the kernels' folder, so that both are deleted together."""
     return _cache_folder() / "quire-trials"
 
 

@@ -43,8 +43,8 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
 
 
 def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float]:
-    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Linears
-    without a stored factor are missing. Raises ModelError.
+    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Omits
+    linears without a stored factor. Raises ModelError.
     """
     scales = dict[str, float]()
     for stored_name, stored in header.tensors.items():
@@ -70,7 +70,7 @@ def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTenso
 
 
 def _split_fused_names(names: list[str]) -> list[str]:
-    """Splits the name of in_proj_ba, in which Qwen3-Next fuses two linears."""
+    """Replaces in_proj_ba, in which Qwen3-Next fuses two linears, by the names of the two."""
     parts = [[name.replace("in_proj_ba", f"in_proj_{each}") for each in "ba"] for name in names if "in_proj_ba" in name]
     return parts[0] if parts else names
 

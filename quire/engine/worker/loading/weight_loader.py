@@ -30,7 +30,7 @@ def load_weights(
 ) -> int:
     """Returns the number of bytes loaded. Raises ModelError for missing, unexpected or misshapen tensors. Also raises
     it for infinity or NaN in the output head or, if `require_finite`, in any tensor. NaN in other tensors spreads to
-    whole rows, and their requests fail. NaN in the head spoils single logits, which no step would notice.
+    whole rows of logits, so their requests fail. NaN in the head spoils single logits, which no step would notice.
     """
     missing, head_name = dict(table), _HEAD_NAME if _HEAD_NAME in table else _EMBEDDING_NAME
     left_over = []

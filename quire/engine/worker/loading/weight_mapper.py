@@ -34,7 +34,7 @@ class _OutputSlice:
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
         """Returns this slice of `tensor`. One element may stand for several outputs; raises ModelError if the slice
-        would split it.
+        would split such an element.
         """
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
@@ -59,7 +59,7 @@ class WeightMapper:
             self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
         )
         self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
-        """One slice per linear; None means all outputs."""
+        """For each module, one slice per linear; None means all outputs."""
 
     def map_stream(self, stream: TensorStream) -> TensorStream:
         return stream if self._is_identity else (each for item in stream for each in self._map_tensor(*item))
@@ -101,7 +101,7 @@ class WeightMapper:
         self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor
     ) -> Tensor:
         size = self._config.head_dim
-        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head or of every head
+        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # weights of one or all heads
             heads = tensor.reshape(-1, size)
             return heads.flatten() if self._head_order is None else heads[:, self._head_order].flatten()
         if output_slice is None or kind == "g_idx" or tensor.numel() == 1:
@@ -142,7 +142,9 @@ class WeightMapper:
         ]
 
     def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """Returns one slice after the other, except that a fused delta net interleaves linears by key head."""
+        """Returns slices of adjacent outputs, in the order of `module_names`. In a fused delta net, linears are
+        interleaved by key head instead.
+        """
         spec = decoder_spec(self._config)
         if (sizes := _find_linear_sizes(spec, module_names)) is None:
             return [None] * len(module_names)  # loading reports that no layer has this module

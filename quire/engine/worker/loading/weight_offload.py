@@ -85,7 +85,9 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 
 
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
-    """All processes of this machine share its memory evenly."""
+    """Returns the layers to stream; the others stay in memory. All processes of this machine share
+    its memory evenly.
+    """
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
     return min_streamed_layers(sizes, int(memory) // processes)

@@ -1,3 +1,3 @@
-"""Ranks that compute one model. The first rank is the engine. The other ranks follow its commands
-and know no requests.
+"""Ranks that compute one model. The first rank is the engine. The other ranks follow its commands and do not schedule
+requests.
 """

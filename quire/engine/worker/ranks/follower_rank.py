@@ -154,7 +154,7 @@ class FollowerRank(RankMethods):
     def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
         try:
             return [astuple(kind) for kind in self._runner.kernel_variants(step_tokens)]
-        except Exception as error:  # as in precompile_kernels (warmup.py)
+        except Exception as error:  # see precompile_kernels (warmup.py)
             return describe_kernel_error(error)
 
     def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:

@@ -21,7 +21,9 @@ class FollowerAdapterLoader:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until the slot's load has ended. Raises RuntimeError unless it ended as on the first rank."""
+        """Wait until the slot's load has ended. Raises RuntimeError unless the load ended as on the first rank, where
+        `failed` is the result.
+        """
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

@@ -48,7 +48,7 @@ class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A remote rank has ended. `code` is a return code as in subprocess."""
+    """Reports that a remote rank has ended. `code` is its return code, as in subprocess."""
 
     code: int
 

@@ -44,8 +44,8 @@ STOP_SECONDS = 5.0
 """Time for a process to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL takes memory that was not reserved for its calls in graphs, gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS).
+"""With 1, NCCL's calls in graphs take memory that was not reserved, gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234). With 0, NCCL cannot sum in NVLink switches (NVLS).
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 

@@ -33,7 +33,7 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A machine that is silent for this long is lost. This time and a restart together take less than 10 s."""
+"""A machine that is silent for this long counts as lost. This time and a restart together take less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
 
@@ -85,12 +85,12 @@ def make_join_request(config: EngineConfig, node: int, local_rank: int, pid: int
 
 
 def order_queue_name(rank: int) -> str:
-    """The queue of commands for the rank. An empty message ends the rank."""
+    """Returns the name of the rank's queue of commands. An empty message ends the rank."""
     return f"orders/{rank}"
 
 
 def answer_queue_name(rank: int) -> str:
-    """The queue of the rank's answers and heartbeats."""
+    """Returns the name of the queue of the rank's answers and heartbeats."""
     return f"answers/{rank}"
 
 

@@ -36,12 +36,12 @@ class RequestSamplingRules:
     biases_before_min_tokens: dict[int, float]
     """`biases`, and -inf for tokens that end the answer. They apply until there are min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Each has two or more tokens, and its last token may not follow the others."""
+    """Each has two or more tokens. Its last token may not follow its other tokens."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence and frequency penalty."""
     dry: DryRule | None
     has_rare_filters: bool
-    """If True, rare_filters.py applies all filters, and the kernels none."""
+    """If True, rare_filters.py applies all filters, and the kernels apply none."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
@@ -154,7 +154,7 @@ class LogitsProcessor(Protocol):
         """
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
-        """All rows have penalties."""
+        """`rows` are those that have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
         """Sets logits that the grammar does not allow to -inf. If a request's bans (min_tokens, allowed_token_ids, bad

@@ -23,7 +23,7 @@ from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.engine.worker.step_costs import measure_step_costs
 
 _MIN_SHRINKING = 0.01
-"""A smaller reduction of the KV cache is not worth capturing graphs twice."""
+"""A smaller fraction of the KV cache is not worth capturing graphs twice."""
 
 
 class DecoderStartup:

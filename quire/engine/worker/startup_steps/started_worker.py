@@ -23,7 +23,7 @@ class StartedWorker:
     executor: Executor
     kv_plan: KVCachePlan
     engine_info: EngineInfo
-    """Its load_seconds is not known yet, and 0."""
+    """Its load_seconds is still 0."""
     pooling: PoolingConfig
     needs_whole_prompts: bool
     caches_prefixes: bool

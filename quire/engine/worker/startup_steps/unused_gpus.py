@@ -1,5 +1,5 @@
-"""Why a GPU that seems to be present is not used. If --device is auto, the start then reports this and serves on the
-CPU.
+"""Explains why a GPU that seems to be present is not used. If --device is auto, the start then reports this and serves
+on the CPU.
 
 If PyTorch cannot use a driver that is loaded, the start fails instead (device_plan.py).
 """

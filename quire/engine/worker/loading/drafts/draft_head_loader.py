@@ -1,7 +1,7 @@
 """Loads draft heads in the formats in which they are published.
 
-EAGLE (https://github.com/SafeAILab/EAGLE) has config.json and Llama layers; EAGLE-3 has `midlayer` instead. Medusa
-(https://github.com/FasterDecoding/Medusa) has a file medusa_lm_head, or the tensor names that vLLM converts it to.
+EAGLE (https://github.com/SafeAILab/EAGLE) has config.json and Llama layers; EAGLE-3 has `midlayer` instead of layers.
+Medusa (https://github.com/FasterDecoding/Medusa) has a file medusa_lm_head, or the tensor names of vLLM's conversion.
 """
 
 from __future__ import annotations
