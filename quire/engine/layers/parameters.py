@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""The axes along which a rank's slice is taken when a tensor is read. The other axes are sliced when it is packed."""
+"""The axes along which a rank's slice is taken when a tensor is read. The other axes are sliced when the tensor is
+packed.
+"""
 
 
 def identity(tensor: Tensor) -> Tensor:

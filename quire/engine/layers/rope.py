@@ -90,8 +90,8 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length. Choosing them by the
-    request's length would change its keys midway.
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length. Choosing factors by
+    the length of a request would change the request's keys midway.
     """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)

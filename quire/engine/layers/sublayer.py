@@ -121,7 +121,7 @@ class Sublayer(ABC):
         return None
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
-        """Returns norms that only the linears listed with them read."""
+        """Returns norms, each with the linears that are its only readers."""
         return ()
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:

@@ -205,7 +205,7 @@ def _make_module_spec(
 
 
 def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Returns the value of the first pattern that equals the name or its end, as in PEFT."""
+    """Returns the value of the first pattern that equals the module's name or the end of it, as in PEFT."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

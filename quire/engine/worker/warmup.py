@@ -73,8 +73,9 @@ def warm_up_runner(
 
 
 def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
-    """Returns bytes of captured and missing graphs. A pool's first graph takes the pool's buffers, so a missing graph
-    counts as the median of the later ones. It is the median, because other programs use the GPU's memory too.
+    """Returns the bytes of captured graphs, plus an estimate for missing ones. A pool's first graph takes the pool's
+    buffers, so a missing graph counts as the median of the later graphs. The median ignores most memory that other
+    programs take meanwhile.
     """
     if not captured:
         return 0

@@ -130,7 +130,7 @@ def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesInt8Format(LinearFormat):
-    """LLM.int8(): code 127 is an output's largest weight."""
+    """LLM.int8(): code 127 stands for the largest absolute weight of an output."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         codes = TensorSpec((out_features, in_features), torch.int8)

@@ -14,8 +14,8 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """Attention for a class, which calls it in the probe's order: the n-th call is the n-th layer's. A step's tokens
-    are one row.
+    """Serves a class's calls of attention. They come in the probe's order: the n-th call is for the n-th layer. A
+    step's tokens are one row.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors`: float32 [in] by module name; linears' weights are multiplied by them, norms' biases are divided.
-        `norms`: the norms' new float32 weights.
+        """`factors`: float32 [in] by module name. They multiply linears' weights and divide norms' biases. `norms`: the
+        norms' new float32 weights.
         """
         self._weight_mapper = WeightMapper(config)
         self._factors = factors

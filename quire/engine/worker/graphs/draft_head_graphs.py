@@ -32,7 +32,7 @@ class _GraphKey(NamedTuple):
     max_blocks: int | None
     """None for a graph that samples."""
     draft_index: int = 0
-    """0 for all draft tokens unless each has a sampler of its own."""
+    """0 unless each draft token has a sampler of its own."""
 
 
 class DraftHeadGraphs:

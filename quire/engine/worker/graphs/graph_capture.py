@@ -43,7 +43,7 @@ class GraphOutputs:
 
 
 class GraphSet(Generic[GraphKey]):
-    """CUDA graphs by key. All ranks capture in the same order, and none uses a graph that failed on any of them.
+    """CUDA graphs by key. All ranks capture in the same order, and no rank uses a graph that failed on any rank.
     Otherwise ranks might wait forever for each other's collectives.
     """
 

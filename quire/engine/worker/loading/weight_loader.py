@@ -64,7 +64,7 @@ def load_weights(
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
     """If the model ties its head to the embedding, a stored head replaces a missing embedding. If both are stored, the
-    head is dropped. Raises ModelError if they differ, as replacement weights may.
+    head is dropped. Raises ModelError if head and embedding differ, as in replacement weights they may.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream

@@ -95,8 +95,8 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Fill the model's weights in this context. They are final when it exits. Raises ConfigError if the disk is full or
-    offloading is impossible.
+    """Fill the model's weights in this context. The weights are final when the context exits. Raises ConfigError if the
+    disk is full or offloading is impossible.
     """
     offload = model.offload
     if isinstance(offload, LayerStreamer):

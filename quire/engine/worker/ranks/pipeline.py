@@ -76,7 +76,9 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """Computes a step when its result is requested. Meanwhile earlier stages compute later steps."""
+    """Computes a step's last stage when the step's result is requested. Meanwhile earlier stages
+    compute later steps.
+    """
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
         super().__init__(*parts)

@@ -21,8 +21,8 @@ class FollowerAdapterLoader:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until the slot's load has ended. Raises RuntimeError unless the load ended as on the first rank, where
-        `failed` is the result.
+        """Wait until the slot's load has ended. `failed` says how it ended on the first rank. Raises RuntimeError if it
+        ended differently here.
         """
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():

@@ -56,7 +56,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """Return a loader that loads adapters on all ranks. `loader` loads only on this one."""
+        """Return a loader that loads adapters on all ranks. `loader` loads only on this rank."""
 
     @abstractmethod
     def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:

@@ -322,7 +322,7 @@ class MultiProcessRanks(RankGroup):
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_pid_and_host(process)}) {how}"
-        self._group_ended.set()  # unblocks ranks that wait for it
+        self._group_ended.set()  # unblocks ranks that wait for the lost rank
         if self._on_rank_end is not None:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
             self._on_rank_end(code)  # may end this process before any error is seen

@@ -123,8 +123,8 @@ class RemoteRank:
         return self._return_code
 
     def kill(self) -> None:
-        """Report the rank as killed and order it to end. If it does not end, its worker node kills it once the store is
-        gone.
+        """Report the rank as killed and order it to end. If the rank does not end, its worker node kills it once the
+        store is gone.
         """
         with suppress(RuntimeError):  # first: once ordered to end, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))

@@ -127,8 +127,8 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Returns a copy without what followers do not need. They need no grammars, and of the sampling parameters only
-    whether a request is plain greedy, and prompt_logprobs.
+    """Returns a copy without what followers do not need. Of a request's parameters, followers need only
+    prompt_logprobs, and whether the request is plain greedy. They need no grammars.
     """
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _XTC_STREAM = 0x5DEECE66D1B7C3A5
-"""Makes XTC's draws independent of those that sample tokens."""
+"""Makes XTC's draws independent of the draws that sample tokens."""
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:

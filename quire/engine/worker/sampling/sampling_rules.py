@@ -154,7 +154,7 @@ class LogitsProcessor(Protocol):
         """
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
-        """`rows` are those that have penalties."""
+        """All `rows` have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
         """Sets logits that the grammar does not allow to -inf. If a request's bans (min_tokens, allowed_token_ids, bad

@@ -1,4 +1,4 @@
-"""Trials that a GPU backend must pass before it is chosen or captured."""
+"""Trials that a GPU backend must pass before it is chosen, or its steps are captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """Turns graphs off if the backend passes without them. This trial follows one that failed in a graph."""
+    """Turns graphs off if the backend passes `trial`, which runs without graphs. Called after a trial in a graph has
+    failed.
+    """
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why
