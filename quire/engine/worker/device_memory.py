@@ -140,7 +140,7 @@ def measure_available_memory(
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> StepReserve:
-    """On a GPU, measures the largest step. On a CPU, returns the bytes of the LoRA adapters."""
+    """On a GPU, measures the largest step. On other devices, returns the bytes of the LoRA adapters."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return StepReserve(0)

@@ -34,7 +34,9 @@ class TransformersSpec(DecoderSpec):
     max_len: int = 0
     """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
-    """Only these can be replaced, because the class may use weights of other modules without calling them."""
+    """Linears of other modules are not replaced, because the class may use a module's weights without calling the
+    module.
+    """
 
     @property
     def attention_specs(self) -> list[TransformersAttentionSpec]:

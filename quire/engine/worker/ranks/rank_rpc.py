@@ -14,7 +14,9 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, as the first argument of users' functions. RPC_METHODS lists the methods that are called by name."""
+    """A rank, as the first argument of users' functions. RPC_METHODS (common/executor.py) lists the methods that are
+    called by name.
+    """
 
     rank: int
     world_size: int
