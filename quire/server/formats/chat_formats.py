@@ -1,4 +1,4 @@
-"""Chooses how to read answers: by flag, from the chat template's rendering, or from its text."""
+"""Chooses how to read answers: by flag, by how the chat template renders, or by the template's text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ChatFormats:
     renderer: ChatRenderer
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
-    """None: disabled by the operator."""
+    """None if the operator has disabled tool calls."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH
     reads_code_blocks: bool = False
-    """If the model decides whether to call, calls in code blocks count."""
+    """True if calls in code blocks count, unless a grammar constrains the answer."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
@@ -117,7 +117,7 @@ def _build_content_delimiters(turn: AssistantTurnForm | None, tools: ToolFormat 
         return None
     form = tools if isinstance(tools, CallForm) else None
     if not turn.content_begin.strip():
-        # If calls begin with the turn's end, the parser needs that special token.
+        # If the text that ends a turn also begins calls, the parser needs that special token.
         tag = TAG.search(turn.end)
         shown = tag is not None and form is not None and tag[0] in form.opening
         return ContentDelimiters("", (), (), (turn.end.strip(),), "") if shown else None

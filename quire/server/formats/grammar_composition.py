@@ -11,7 +11,7 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 def add_thinking_grammar(
     grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> Grammar:
-    """`starts_in_thinking` None: the model decides, so thinking is optional."""
+    """If `starts_in_thinking` is None, the model decides, so thinking is optional."""
     if starts_in_thinking is False:
         return grammar
     begin, lead = (
@@ -49,7 +49,7 @@ def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | Non
 
 
 def lark_literal_with_special_tokens(text: str, tokenizer: Tokenizer) -> str:
-    """Special tokens become `<[id]>`, the rest quoted text."""
+    """Writes special tokens as `<[id]>` and other text as quoted strings."""
     parts = tokenizer.split_at_special_tokens(text)
     return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
 
@@ -69,7 +69,7 @@ def _lark_rule_body(grammar: Grammar) -> str:
 
 
 def _lark_leading_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
-    """Leading whitespace is a separate word: see LarkRules.split_literal."""
+    """Makes leading whitespace a separate word, for the reason in LarkRules.split_literal."""
     space = text[: len(text) - len(text.lstrip())]
     return " ".join(
         [*([json.dumps(space)] if space else []), lark_literal_with_special_tokens(text.lstrip(), tokenizer)]

@@ -29,19 +29,19 @@ class RequestMessageFormat:
     starts_in_thinking: bool | None = None
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
-    """None: calls are not parsed."""
+    """None if calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Tools declared as custom: the input is their only argument."""
+    """Tools that were declared as custom. Their only argument is the input."""
     allows_parallel_calls: bool = True
     """If False, only the first call is kept."""
     calls_only: bool = False
-    """A call is required, so other text is not content."""
+    """True if a call is required, so that text outside of calls is dropped."""
     content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
 
     def marker_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Special tokens that parsers read, without EOS tokens."""
+        """Returns the ids of special tokens that parsers read, except EOS tokens."""
         marks: list[str] = []
         if self.reasoning_format is not None:
             marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.later_span_marker]
@@ -62,7 +62,7 @@ class RequestMessageFormat:
 
 class AssistantMessageParser:
     def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
-        """`name` is unique to the answer."""
+        """`name` is unique to the answer; call ids derive from it."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers
         start_trial = None
@@ -91,8 +91,8 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets`: token starts in the answer. `final` emits held-back text. `complete`: the model itself ended the
-        answer.
+        """`offsets`: token starts in the answer. `final`: emit text that was held back. `complete`: the model itself
+        ended the answer.
         """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()
@@ -107,6 +107,6 @@ class AssistantMessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """ "tool_calls" if the answer stopped by itself and all calls are complete."""
+        """Returns "tool_calls" if the answer stopped by itself and all its calls are complete, else `reason`."""
         whole = self._tool_parser is not None and self._tool_parser.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

@@ -18,13 +18,13 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """Set if each part of an answer begins with the prompt's end: <|start|>assistant."""
+    """The prompt's end (<|start|>assistant), if each part of an answer begins with it. Otherwise empty."""
     later_begin: str = ""
-    """Start of later spans, if other than `begin`."""
+    """Marker that starts later spans, if it differs from `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """True if the prompt opens thinking; False if it has an empty thinking, which forbids it; None if the model
-        decides.
+        """Returns True if the prompt opens thinking, False if it contains empty thinking, which forbids the model to
+        think, and None if the model decides.
         """
         text = prompt.rstrip()
         if text.endswith(self.begin):
@@ -42,11 +42,11 @@ REASONING_FORMATS = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""Names are --reasoning-parser's. "auto" takes the first whose end mark is in the chat template."""
+"""Their names are values of --reasoning-parser. "auto" selects the first whose end mark is in the chat template."""
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """ "auto" goes by the template; "none" returns None."""
+    """ "auto" searches `template` for end marks. "none" returns None."""
     for row in REASONING_FORMATS:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
@@ -56,7 +56,9 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
+    """Returns None if thinking is not limited, as with `tokens` -1. Raises InvalidRequest if the model's thinking
+    markers are not tokens.
+    """
     if tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
@@ -73,19 +75,19 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """The marker's token, or the special token that starts it."""
+    """Returns the marker's token, or the special token that starts it."""
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark after one of these is only quoted."""
+"""A mark after one of these is a quotation and does not count."""
 
 
 class ReasoningParser:
-    """Later spans are searched only before the first of `stops`, which begin tool calls: arguments contain no thinking.
-    Calls within thinking count only if the answer ends with them, because models forget to end their thinking; possible
-    calls are held back until something follows.
+    """Separates reasoning from content. Later spans are searched only before the first of `stops`, which begin tool
+    calls, because arguments contain no thinking. Calls within thinking count only if the answer ends with them, because
+    models forget to end their thinking. Possible calls are held back until something follows.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
-        """Whitespace that belongs to the thinking only if more follows."""
+        """Whitespace that belongs to the thinking only if more thinking follows."""
         self._has_thought = False
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
@@ -114,7 +116,7 @@ class ReasoningParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Includes the markers' tokens."""
+        """Tokens of all spans, including the markers' tokens."""
         total = len(self._offsets)
         return sum(
             (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
@@ -122,7 +124,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """Returns new reasoning and new content. `offsets`: starts of the text's tokens in the answer."""
+        """Returns new reasoning and new content. `offsets`: where the text's tokens start in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -155,7 +157,7 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Consumes the next span's mark. False: there is none."""
+        """Consumes the next span's mark. Returns False if there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
@@ -207,7 +209,7 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """0 if the answer ends with calls."""
+        """Returns 0 if the answer ends with calls, which ends the thinking."""
         source, end = self._source, self._format.end
         assert self._start_trial is not None
         trial = self._start_trial()
@@ -234,7 +236,7 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Drops whitespace at both ends of a span."""
+        """Drops whitespace at the start and end of a span."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

@@ -1,4 +1,4 @@
-"""Resolves a JSON schema's types and subschemas, for call readers and grammars, which must agree on types."""
+"""Resolves a JSON schema's types and subschemas. Call readers and grammars use it, because they must agree on types."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from urllib.parse import unquote
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
 MAX_NODES = 500
-"""Limit for each value. Beyond it, any type is allowed."""
+"""Maximum number of schema nodes per value. Beyond it, any type is allowed."""
 MAX_DEPTH = 40
-"""Bounds combining keywords and references. Beyond this, any type is allowed."""
+"""Maximum depth of combining keywords and references. Beyond it, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -20,7 +20,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
-"""Their values map names to schemas."""
+"""Keywords whose values map names to schemas."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
 TYPE_BY_KEYWORD = {
     "properties": "object",
@@ -35,12 +35,12 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""A keyword implies its type if `type` is missing."""
+"""The type that a keyword implies if the schema has no `type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeVariant:
-    """A possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
+    """A possible type and its schema, into which $ref, allOf, anyOf and oneOf have been merged."""
 
     type: str
     schema: Mapping[str, Any]
@@ -57,7 +57,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """References point into `document`."""
+    """A schema. Its references point into `document`."""
 
     schema: Any
     document: Any
@@ -67,7 +67,7 @@ class SchemaNode:
         return cls(schema, schema)
 
     def variants(self) -> list[TypeVariant]:
-        """Never empty: a schema that allows nothing counts as allowing anything."""
+        """Returns at least one variant, because a schema that allows nothing counts as allowing anything."""
         return _VariantResolver(self.document).resolve_variants(self.schema, frozenset())
 
     def variant_types(self) -> frozenset[str]:
@@ -83,7 +83,7 @@ class SchemaNode:
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Patterns are not matched: a caller's could take forever.
+            # Pattern keys are not matched, because a caller's pattern could take forever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
@@ -120,7 +120,7 @@ class _VariantResolver:
         self._nodes_left = MAX_NODES
 
     def resolve_variants(self, schema: Any, followed: frozenset[str], depth: int = 0) -> list[TypeVariant]:
-        """References in `followed` are not followed again."""
+        """Does not follow references in `followed` again."""
         self._nodes_left -= 1
         if not isinstance(schema, Mapping) or self._nodes_left < 0 or depth > MAX_DEPTH:
             return [TypeVariant(ANY_TYPE, {})]
@@ -166,7 +166,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """Returns the more specific side if they have nothing in common."""
+    """Returns the more specific side if the two sides have nothing in common."""
     shared = []
     for one in left:
         for other in right:
@@ -184,7 +184,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
-    """Empty if there is none."""
+    """Returns "" if the types have nothing in common."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:
@@ -245,7 +245,7 @@ class _SchemaExtractor:
 
     def _rename_reference(self, reference: str) -> str:
         if resolve_reference(reference, self._document) is None:
-            return reference  # the grammar compiler reports it
+            return reference  # the grammar compiler reports the missing target
         if reference not in self._name_by_reference:
             self._name_by_reference[reference] = f"schema{len(self._name_by_reference)}"
             self._pending_references.append(reference)
@@ -253,7 +253,7 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """None if the reference leads nowhere."""
+    """Returns None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

@@ -1,4 +1,4 @@
-"""The template variable that switches thinking, detected by rendering a question both ways."""
+"""The template variable that turns thinking on or off, found by rendering a question with both values."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("reasoning_mode", "on", "off"),
     ("thinking_budget", -1, 0),
 )
-"""(variable, value for thinking, value for none), as in published templates."""
+"""(variable, value with thinking, value without thinking), as in published templates."""
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The APIs' words, in ascending order."""
+"""Efforts that the APIs accept, in ascending order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
 """These values of EFFORT_VARIABLES turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
-"""Clients use these, whatever the template's name is."""
+"""Names that clients use, whatever the template's variable is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSwitch:
     on_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Empty if thinking is the default."""
+    """Empty if the model thinks by default."""
     off_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Empty if thinking is off by default or cannot be switched."""
+    """Empty if the model does not think by default, or if thinking cannot be turned off."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The template's word for each of the APIs' words, by variable."""
+    """For each effort variable, maps the APIs' words to the template's."""
     is_switchable: bool = False
 
     @classmethod
@@ -65,7 +65,7 @@ class ThinkingSwitch:
             default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORT_VARIABLES:  # the variable replaces a request's effort
+            if name in EFFORT_VARIABLES:  # this variable replaces the request's effort
                 return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
             return cls(
                 {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True
@@ -73,7 +73,7 @@ class ThinkingSwitch:
         return NO_SWITCH
 
     def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
-        """An effort overrides a switch that is an effort variable."""
+        """An effort replaces the switch's value if the switch is an effort variable."""
         if not thinks:
             return dict(self.off_variables)
         return {
@@ -83,7 +83,7 @@ class ThinkingSwitch:
     def request_variables(
         self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
     ) -> dict[str, Any]:
-        """Effort "none" and clients' aliases can switch thinking off."""
+        """Effort "none" turns thinking off. Clients' aliases can, too."""
         wanted = None if effort is None else effort != "none"
         for name in SWITCH_ALIASES:
             if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):
@@ -98,7 +98,7 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """Chooses the nearest accepted word, and the greater one of two equally near."""
+    """Maps each effort to the nearest one that the template accepts, or to the greater of two equally near."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -39,11 +39,11 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Passes on arguments as JSON, up to `tail`. False: broken or incomplete."""
+        """Streams the arguments before `tail` as JSON. Returns False if they are broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
-        """Match arguments that fit the tool's schema, as the template writes them."""
+        """Returns Lark expressions for arguments that fit the tool's schema, as the template writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class JsonArguments(ArgumentsForm):
 
 @dataclass(frozen=True, slots=True)
 class LiteralArguments(ArgumentsForm):
-    """Literals without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
+    """Literals without their outer brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
 
     before_key: str
     colon: str
@@ -171,7 +171,7 @@ def _property_entry_name(property_entry: tuple[str, SchemaNode, bool]) -> str:
 
 
 def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
-    """Consumes nothing."""
+    """Does not consume the literal."""
     if not literal.strip():
         return not (yield from source.peek_non_space_character())
     place = source.save_place()
@@ -182,7 +182,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
+    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the answer ends before `end`."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

@@ -39,7 +39,7 @@ class CallFormGrammarWriter:
         ended, after = "", space + form.end
         after = after[len(after.rstrip()) :] + form.turn_end
         for part in reversed(re.findall(r"\s+|\S+", after)):
-            for piece in reversed(rules.split_literal(part)):  # the model may stop at any token of it
+            for piece in reversed(rules.split_literal(part)):  # the model may stop after any token of this text
                 ended = f"( {piece} {ended} )?"
         rest = f"call {more} {end} {ended}"
         space = first[: len(first) - len(first.lstrip())]
@@ -50,7 +50,7 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """The start rule if calls are required: optional empty content, then optional whitespace."""
+        """Returns the start rule if calls are required: optional empty content, then optional whitespace."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(
@@ -58,7 +58,7 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """Matches text, or calls after `opening`. Also adds the rules that it needs."""
+        """Returns rules that match text, or calls that begin with `opening`."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
@@ -111,8 +111,8 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """Matches the start of calls: an answer that begins with the first three atoms, whatever the whitespace, is no
-        text.
+        """Matches the calls' first three atoms with any whitespace between them. An answer that begins so is
+        not text.
         """
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

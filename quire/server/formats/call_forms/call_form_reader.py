@@ -11,7 +11,7 @@ from quire.server.formats.tools.tool_parser import ToolsByName
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
 EXTRA_CALL_SEPARATORS = (";", ",")
-"""Models write these even if the template shows only one call."""
+"""Models write these separators between calls even if the template shows only one call."""
 VALID_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -52,7 +52,7 @@ class CallFormReader:
         return True
 
     def _read_call(self, head: str, *, outside: bool) -> ParserSteps[bool]:
-        """`outside`: the tag around calls is missing."""
+        """`outside`: True if the tag that surrounds calls is missing."""
         form = self._form
         if form.json_keys is not None and (yield from self._read_json_call(form.json_keys, head)):
             return True
@@ -80,7 +80,9 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Text may only mention an `unwrapped` head, so a tool's name and arguments must follow it."""
+        """Requires a known tool's name and arguments after an `unwrapped` head, because text may only mention
+        the head.
+        """
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
@@ -114,7 +116,7 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """Return None if something else comes."""
+        """Returns slot values, or None if the head does not follow."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -131,7 +133,7 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """Return None if the literal after the slot is missing."""
+        """Returns None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:
@@ -155,7 +157,7 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """False: the text need not be held back."""
+    """Returns False if the text cannot become a tool's name, and need not be held back."""
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):

@@ -9,15 +9,15 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
-"""What hardly occurs in ordinary text: a tag, its start, or capitals and a bracket."""
+"""Text that hardly occurs outside of calls: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
-"""Such as `<function=` or `<invoke name="`."""
+"""Matches a tag up to the tool's name in it, such as `<function=` or `<invoke name="` and the slot."""
 
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """Texts may contain the NAME, ID and INDEX slots."""
+    """The texts around calls. They may contain the NAME, ID and INDEX slots."""
 
     begin: str
     head: str
@@ -26,22 +26,22 @@ class CallFormTexts:
     between: str
     end: str
     allows_many: bool = True
-    """False: the template shows one call per turn."""
+    """False if the template shows one call per turn."""
     prompt_head: str = ""
-    """The part of the first head with which the prompt ends."""
+    """The beginning of the first call's head, if the prompt ends with it."""
     turn_end: str = ""
-    """The model may write it or stop before it."""
+    """Text after the calls, which the model may omit."""
     json_keys: JsonCallKeys | None = None
     """Set if a call is one JSON object with name and arguments."""
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
-    """The name is only in the id: `functions.name:0`."""
+    """True if the name is only in the id: `functions.name:0`."""
     short_ids: bool = False
-    """The template refuses ids other than nine letters and digits."""
+    """True if the template refuses ids other than nine letters and digits."""
     first_index: int = 0
     unwrapped_heads: tuple[str, ...] = ()
-    """Heads without the surrounding tag, which models forget. Read only before a tool's name."""
+    """Heads without the surrounding tag, which models sometimes omit. They are read only before a tool's name."""
     other_heads: tuple[str, ...] = ()
     """Parsers read these heads; grammars do not allow them."""
 
@@ -66,7 +66,7 @@ class CallFormTexts:
 
     @cached_property
     def has_distinct_marker(self) -> bool:
-        """If False, ordinary text could match, so only the names of the request's tools begin a call."""
+        """False if ordinary text could match the marker, so that only the names of the request's tools begin a call."""
         marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 

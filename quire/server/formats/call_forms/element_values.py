@@ -32,7 +32,7 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
-    """None if the text is not made of elements."""
+    """Returns keys and texts, or None if the text does not consist of elements."""
     begin = re.compile(rf"\s*{re.escape(before)}([^<>/\s]+)>")
     children: list[tuple[str, str]] = []
     place = 0
@@ -48,7 +48,7 @@ def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
 
 
 def _find_closing_tag(written: str, begin: str, close: str, start: int) -> int:
-    """-1 if it is missing."""
+    """Returns -1 if the closing tag is missing."""
     depth, place = 1, start
     while True:
         end = written.find(close, place)

@@ -34,8 +34,8 @@ class LarkRules:
     names_by_body: dict[str, str] = field(default_factory=dict)
 
     def split_literal(self, literal: str) -> list[str]:
-        """Splits at special tokens, and splits off each text's leading whitespace. llguidance takes the longest
-        matching word and does not backtrack, so no word may be another's prefix at the same place.
+        """Splits at special tokens, and makes each text's leading whitespace a separate word. llguidance takes the
+        longest matching word and does not backtrack, so at one place no word may be another word's prefix.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -48,15 +48,15 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Returns the rule's name; equal rules share one. `head`: options such as `[suffix="…"]`."""
+        """Returns the rule's name. Equal rules share one name. `head` contains options such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Matches any text, or a match of `pattern`, up to `end`. As in the parsers, the first tag of `end` ends the
-        text, whatever the whitespace.
+        """Matches any text, or a match of `pattern`, and then `end`. As in the parsers, the first tag of `end` ends the
+        text, whatever whitespace precedes the tag.
         """
         if pattern is not None:
             return self._pattern_then_end_expression(end, pattern)
@@ -75,7 +75,9 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Requires the whitespace before the first tag of `end`, because parsers remove no more."""
+        """Requires the whitespace before the first tag of `end`, because parsers remove only this whitespace from the
+        text.
+        """
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
         first, *more = self.literal_parts(core)
@@ -95,7 +97,7 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules for values that fit a JSON schema, without constraints that Lark cannot express."""
+    """Writes rules for values that fit a JSON schema. Constraints that Lark cannot express are left out."""
 
     rules: LarkRules
     spelling: LiteralSpelling
@@ -169,7 +171,7 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Uses a recursive rule, or JSON's if the template writes lists and objects as JSON."""
+        """Uses a recursive rule, or the rule for JSON if the template writes lists and objects as JSON."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
@@ -185,7 +187,7 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """Ignores patterns in nested strings, and in JSON quotes without escapes."""
+        """Ignores patterns in strings inside a JSON string, and in raw strings with double quotes."""
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)

@@ -17,16 +17,16 @@ SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class UnreadableLiteral(Exception):
-    """The text is not a literal."""
+    """Raised if the text is not a literal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
     raw: bool = False
-    """Quoted strings have no escapes."""
+    """True if quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
-    """Must follow a raw string, which may contain its own quote."""
+    """Must follow a raw string's closing quote, because the string may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
         """Raises UnreadableLiteral."""
@@ -48,7 +48,9 @@ class LiteralSyntax:
         return (yield from _read_word(source))
 
     def parse_string_after_quote(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
-        """The opening quote is already taken. Raises UnreadableLiteral if the closing one is missing."""
+        """Reads a string whose opening quote is already consumed. Raises UnreadableLiteral if the closing quote is
+        missing.
+        """
         pieces: list[str] = []
         while True:
             place = source.text.find(quote)
@@ -70,7 +72,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Decides by the text after a raw string's quote, at most 80 characters."""
+        """Looks at up to 80 characters after a quote to decide whether it ends the raw string."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None

@@ -31,8 +31,9 @@ def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpe
 
 
 def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
-    """If the schema allows strings, the text is another value only if the template would write an allowed value exactly
-    like that. Otherwise it is a string only if it is no literal of JSON or Python.
+    """If the schema allows strings, the text is another value only if the schema allows that value and the template
+    would write it exactly like this. Otherwise, or if any type is allowed, the text is a string only if it is not a
+    JSON or Python literal.
     """
     kinds = {variant.numeric_merged_type for variant in variants}
     if "string" in kinds and ANY_TYPE not in kinds:
@@ -66,7 +67,7 @@ def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
 def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
-    """Python literals count with `python`, or if the template writes lists or objects as such."""
+    """Accepts Python literals if `python` is True, or if the template does not write lists and objects as JSON."""
     if written in constants:
         return constants[written]
     try:
@@ -85,7 +86,7 @@ def _literal_to_json_or_none(
 
 
 def _matches_any_nonstring_variant(value: Any, variants: list[TypeVariant]) -> bool:
-    """Strings never match, because they are written unquoted."""
+    """Returns False for strings, because the template writes strings without quotes."""
     type = json_type_of_value(value)
     for variant in variants:
         same = type == variant.type or (type == "integer" and variant.type == "number")

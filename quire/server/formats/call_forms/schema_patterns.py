@@ -16,8 +16,8 @@ def schema_pattern(schema: Any) -> str | None:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """JSON schema searches; this matches fully. Anchors inside an alternative stay, and the grammar compiler refuses
-    them.
+    """Makes a JSON schema's pattern, which may match anywhere, match the full text. Anchors inside an alternative stay,
+    and the grammar compiler refuses them.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -30,7 +30,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Matches a text, then `end`. The text may not contain `stop`, because parsers end it there."""
+    """Matches `pattern`, then `end`. The text may not contain `stop`, because parsers end it there."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body

@@ -1,11 +1,11 @@
-"""Texts with slots, split into atoms so that no comparison ends inside a tag or word."""
+"""Texts with slots. Comparisons go by atoms, so that none ends inside a tag or word."""
 
 from __future__ import annotations
 
 import re
 from itertools import takewhile
 
-# Private-use characters.
+# Private-use characters stand for the slots.
 NAME_SLOT = "\ue000"
 ID_SLOT = "\ue001"
 INDEX_SLOT = "\ue002"
@@ -42,6 +42,6 @@ def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
 
 
 def last_tag(text: str) -> str:
-    """Empty if there is none."""
+    """Returns "" if the text has no tag."""
     tags = TAG.findall(text)
     return tags[-1] if tags else ""

@@ -36,11 +36,11 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """Strings with markup are CDATA sections."""
+    """True if strings with markup are written as CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of list elements if lists and objects are written as elements. The elements' names follow
+    """Name of a list item's element, if lists and objects are written as elements. Element names follow
     `element_prefix`.
     """
 
@@ -75,7 +75,7 @@ class TaggedArguments(ArgumentsForm):
                 return False
             end = self.end.replace(KEY_SLOT, key).strip()
             while end and (yield from source.take_after_space(end)):
-                pass  # some models repeat the text
+                pass  # some models repeat the end text
         sink.add_arguments("}")
         return True
 
@@ -91,7 +91,7 @@ class TaggedArguments(ArgumentsForm):
 
 
 def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
-    """Any of the tail's tags counts, because some models forget tags."""
+    """Accepts any tag of `tail`, because some models forget tags."""
     for mark in TAG.findall(tail) or [tail]:
         if (yield from is_literal_next(source, mark)):
             return True
@@ -99,7 +99,7 @@ def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
 
 
 def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[str, str] | None]:
-    """The type is empty if the text does not determine it. None: no key comes."""
+    """Returns the key, and the value's type or "" if the text does not determine it. Returns None if no key comes."""
     if form.before_key.strip() and not (yield from source.take_ignoring_space(form.before_key)):
         return None
     infixes: dict[str, list[str]] = {}
@@ -124,7 +124,7 @@ def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> Parse
 def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
-    """`kind`: "string" or "other" if the text determines it. False: the value does not end."""
+    """`kind`: "string" or "other" if the text determines the type, else "". Returns False if the value does not end."""
     end = form.end.replace(KEY_SLOT, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
@@ -160,7 +160,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Consumes the first of `ends`. False: the text closes before."""
+    """Consumes the first of `ends`. Returns False if the answer ends before it."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -187,7 +187,7 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consumes `end`. Each `begin` on the way skips one more end."""
+    """Consumes `end`, and returns the text before it or None. Each `begin` in the text skips one `end`."""
     start = 0
     while True:
         place = source.text.find(end, start)
@@ -202,7 +202,7 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
-    """True if the value may not be a string. `begun` may end with the start of one of `ends`."""
+    """Returns True if the value may have another type than string. `begun` may end with the start of one of `ends`."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )

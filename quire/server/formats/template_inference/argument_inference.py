@@ -41,7 +41,7 @@ class ArgumentsRegion:
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
-        """The turn must have one call. Raises TemplateInferenceError."""
+        """Returns the arguments of a turn with one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]
@@ -58,7 +58,7 @@ class EntryLayout:
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """Compares calls with and without arguments. Raises TemplateInferenceError if arguments are missing."""
+    """Compares calls with and without arguments. Raises TemplateInferenceError if the template omits arguments."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -162,7 +162,7 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """None if values do not end by themselves."""
+    """Returns the strings' quote, or None if values have no ends of their own."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

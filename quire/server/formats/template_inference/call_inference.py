@@ -162,7 +162,7 @@ def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
 
 
 def _infer_json_keys(answer: str) -> JsonCallKeys | None:
-    """None if the call is not a JSON object with a name."""
+    """Returns None if the call is not a JSON object with a name."""
 
     def is_arguments(value: Any) -> bool:
         return value == FULL_ARGUMENTS or (isinstance(value, str) and parse_json_or_none(value) == FULL_ARGUMENTS)
@@ -187,7 +187,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Tests single calls only."""
+    """Tests that the format parses what the template renders, with single calls only."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()
@@ -197,7 +197,7 @@ def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTur
 
 
 def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm) -> None:
-    """Reads other calls back, whole and by characters. Raises TemplateInferenceError."""
+    """Parses other rendered calls, whole and character by character. Raises TemplateInferenceError if they differ."""
     for calls in VERIFICATION_CALLS:
         mismatch = _find_mismatch(form, prober, turn, calls if form.allows_many else calls[:1])
         if mismatch is not None:

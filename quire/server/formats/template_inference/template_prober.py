@@ -1,4 +1,4 @@
-"""Renders made-up assistant turns, and cuts out the model's part."""
+"""Renders made-up assistant turns, and extracts the text that the model would write."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
-"""Not in alphabetical order, so that sorting shows."""
+"""Not in alphabetical order, so that sorting by the template shows."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
-"""Mistral's templates refuse ids other than nine letters and digits."""
+"""Mistral's templates refuse ids that are not nine letters and digits."""
 LONG_IDS = ("call_qidaaaaaaaaaaaaaaa1", "call_qidaaaaaaaaaaaaaaa2")
 PROBE_TOOLS = [
     {
@@ -38,7 +38,7 @@ PROBE_TOOLS = [
 
 
 class TemplateInferenceError(Exception):
-    """Its message is the reason."""
+    """Its message says why the inference failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TemplateProber:
     tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
-    """Ids like functions.name:0."""
+    """True if ids have the form functions.name:0."""
     prompt_before: str = ""
     generation_prompt: str = ""
 
@@ -67,7 +67,7 @@ class TemplateProber:
     def render_assistant_turn(
         self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None
     ) -> str:
-        """Ids become ID_SLOT. Raises TemplateInferenceError."""
+        """Returns the turn with ids replaced by ID_SLOT. Raises TemplateInferenceError."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning

@@ -27,7 +27,7 @@ class AssistantTurnForm:
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
-        """Drop the generation prompt and empty reasoning."""
+        """Removes the generation prompt and an empty reasoning span."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:
@@ -48,7 +48,7 @@ class AssistantTurnForm:
 
 
 def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
-    """Raises TemplateInferenceError if content is not shown."""
+    """Raises TemplateInferenceError if the template does not render content."""
     content_only_turn = prober.render_assistant_turn(content=CONTENT_TEXT)
     if CONTENT_TEXT not in content_only_turn:
         raise TemplateInferenceError("it does not render the content of an assistant's turn")
@@ -84,7 +84,9 @@ def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
 
 
 def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> tuple[str, str, bool]:
-    """Also returns whether the generation prompt is repeated. Markers are empty if reasoning is not shown."""
+    """Returns begin and end markers, and whether the generation prompt is repeated. Markers are empty if the template
+    does not render reasoning.
+    """
     for calls, content in (((), CONTENT_TEXT), ((ProbeCall(PROBE_NAMES[0], {}),), "")):
         try:
             turn = prober.render_assistant_turn(calls, content=content, reasoning=REASONING_TEXT)

@@ -29,7 +29,7 @@ class CallWrapping:
 
 
 def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
-    """`one` and `two` are answers with one and two calls, without `lead`, with slots for arguments. Raises
+    """`one` and `two` are answers with one and two calls, without `lead`, and with slots instead of arguments. Raises
     TemplateInferenceError.
     """
     before, _, after = one.partition(ARGUMENTS_SLOT)
@@ -81,7 +81,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
-    """Returns the calls' end and the turn's end, which usually also ends turns without calls."""
+    """Returns the calls' end and the turn's end. The latter usually ends turns without calls, too."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)

@@ -5,7 +5,7 @@ import re
 from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser, ToolsByName
 
 PIECE = re.compile(r"[^>\n}]{0,255}[>\n}]|[^>\n}]{256}")
-"""With fixed pieces, a failure's position does not depend on how text arrives."""
+"""Pieces have fixed limits, so that a failure's position does not depend on how text arrives."""
 
 
 class CallTrial:
@@ -16,7 +16,7 @@ class CallTrial:
         self.num_read = 0
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
-        """Reads at most `count` characters of the unread `text`, and returns how many."""
+        """Parses at most `count` characters of the unread `text`, and returns how many it parsed."""
         begin = self.num_read
         while not self.has_failed and (piece := PIECE.match(text, self.num_read - begin, count)) is not None:
             self._try_piece(piece[0])

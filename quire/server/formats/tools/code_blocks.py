@@ -1,5 +1,5 @@
-"""Calls in code blocks, which small models write although the template tells them otherwise: Qwen2.5-Coder 1.5B's shows
-<tool_call>, but it writes ```json {"name": ..., "arguments": {...}} ```.
+"""Tool calls in code blocks, which small models write although the template shows another form. Qwen2.5-Coder 1.5B's
+template shows <tool_call>, but the model writes ```json {"name": ..., "arguments": {...}} ```.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONGEST_LABEL = 16
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """Arguments must be an object, which excludes mere examples."""
+    """Arguments must be an object, because examples often have none."""
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)
@@ -35,9 +35,9 @@ class CodeBlockReader:
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """`before`: text before the fence. Returns False if it is not a call."""
+        """`before`: text before the fence. Returns False if no call follows the fence."""
         if before.rpartition("\n")[2].strip():
-            return False  # within a line
+            return False  # the fence is within a line
         if self._is_inside:
             self._is_inside = False
             return False

@@ -1,5 +1,5 @@
-"""Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
-quotes and constants, bare words, wrong commas and colons, unclosed brackets.
+"""Repairs a model's JSON object as it arrives, if its meaning is clear. Repairs control characters, invalid escapes,
+Python's quotes and constants, bare words, wrong commas and colons, and unclosed brackets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x0
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
-"""Models also write escaped whitespace between values."""
+"""Whitespace between values. Models also write it as escapes."""
 WORD = re.compile(r"[A-Za-z0-9+\-._$]+")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
@@ -27,17 +27,17 @@ JSON_BY_CONSTANT = {
     "Infinity": "null",
     "-Infinity": "null",
 }
-"""Constants that JSON lacks become null."""
+"""Constants that JSON does not have become null."""
 
 
 class JsonRepairer:
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
-        """Counts each bracket in `_open_closers`, because there may be many stray ones."""
+        """Count of each bracket in `_open_closers`. Searching that list for many stray brackets would be slow."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         self._is_first = True
-        """The open object or list is empty, or a comma waits for what follows."""
+        """True if nothing follows the last open bracket or comma yet, so that the object or list may end here."""
         self._pending_comma = ""
         """The comma and the whitespace after it, which are written only if something follows."""
         self._quote = ""
@@ -58,7 +58,7 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
-        """Empty if a value is missing."""
+        """Returns "" if a value is missing or a string is open."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -150,7 +150,7 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """True if a key must follow. Objects and lists are not keys."""
+        """Returns True if a key must come next. An object or list cannot be a key."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
@@ -192,7 +192,7 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
-    """None if it is not an object or cannot be repaired."""
+    """Returns None if the text is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

@@ -18,7 +18,9 @@ HERMES = CallForm(
     end="",
     json_keys=DEFAULT_KEYS,
 )
-"""Used by Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and MiMo. Also described to models whose template has no tools."""
+"""Used by Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and MiMo. Prompts also describe it to models whose template has no
+tools.
+"""
 
 MISTRAL = CallForm(
     begin="[TOOL_CALLS][",
@@ -31,7 +33,7 @@ MISTRAL = CallForm(
     short_ids=True,
     other_heads=(f"{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"{NAME_SLOT}[ARGS]", NAME_SLOT),
 )
-"""Mistral 7B v0.3, Nemo, Large 2. Also reads the newer form."""
+"""Used by Mistral 7B v0.3, Nemo and Large 2. The parser also reads the newer form."""
 MISTRAL_NAMED = CallForm(
     begin="",
     head=f"[TOOL_CALLS]{NAME_SLOT}[ARGS]",
@@ -42,7 +44,7 @@ MISTRAL_NAMED = CallForm(
     short_ids=True,
     other_heads=(f"[TOOL_CALLS]{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"[TOOL_CALLS]{NAME_SLOT}"),
 )
-"""Mistral Small 3.2, Devstral, Ministral 3."""
+"""Used by Mistral Small 3.2, Devstral and Ministral 3."""
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
@@ -59,7 +61,7 @@ DEEPSEEK = CallForm(
     end=CALLS_END,
     other_heads=(PLAIN_HEAD,),
 )
-"""DeepSeek V3 and R1, with arguments in a code block."""
+"""Used by DeepSeek V3 and R1, which write arguments in a code block."""
 DEEPSEEK_31 = CallForm(
     begin=CALLS_BEGIN,
     head=PLAIN_HEAD,
@@ -79,7 +81,7 @@ GRANITE = CallForm(
     end="]",
     json_keys=DEFAULT_KEYS,
 )
-"""Granite 3, whose template shows tools but no calls."""
+"""Used by Granite 3, whose template shows tools but no calls."""
 
 HARMONY_ASSISTANT = "<|start|>assistant"
 HARMONY_COMMENTARY = f"{HARMONY_ASSISTANT}<|channel|>commentary to=functions.{NAME_SLOT}"
@@ -101,11 +103,13 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""gpt-oss, https://github.com/openai/harmony. Its template shows one of several forms."""
+"""Used by gpt-oss: https://github.com/openai/harmony. The model's template shows only one of several forms."""
 
 
 def xml_call_form(outer: str) -> CallForm:
-    """<function=name><parameter=key>value</parameter></function> within `outer`, which models forget."""
+    """<function=name><parameter=key>value</parameter></function> within the tag `outer`, which models
+    sometimes omit.
+    """
     return CallForm(
         begin="",
         head=f"<{outer}>\n<function={NAME_SLOT}>\n",

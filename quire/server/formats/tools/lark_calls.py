@@ -20,7 +20,9 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """Unless calls `must` be made, also allows text that does not begin with the regular expression `unlike`."""
+    """Unless calls are required (`must`), the grammar also allows text whose beginning does not match the regular
+    expression `unlike`.
+    """
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
@@ -34,8 +36,8 @@ def quote_lark_string(literal: str) -> str:
 
 
 def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
-    """`in_words` splits the call as %json does: llguidance takes the longest word and does not backtrack, so a longer
-    word would hide another object with the same start.
+    """If `in_words`, splits the call as %json does. llguidance takes the longest word and does not backtrack, so a
+    longer word would hide another object with the same start.
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [
@@ -46,7 +48,7 @@ def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
 
 
 def keyword_call_expression_sequence(tool: Tool) -> list[str]:
-    """Arguments come in the schema's order; optional ones may be omitted."""
+    """Arguments come in the schema's order. Optional arguments may be omitted."""
     arguments = [
         (f"{quote_lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
         for name, node, required in tool_property_entries(tool)

@@ -35,7 +35,7 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Accepts a semicolon, comma, whitespace or marker before the call. False consumes nothing."""
+        """Accepts a semicolon, comma, whitespace or marker before the call. Consumes nothing if it returns False."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
@@ -52,7 +52,7 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """[weather(city="Rome"), clock()] in Llama 3.2 and 4, LFM2. Without a marker, calls must begin the answer."""
+    """[weather(city="Rome"), clock()] of Llama 3.2, Llama 4 and LFM2. Without a marker, calls must begin the answer."""
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
@@ -81,7 +81,7 @@ class PythonicFormat(ToolFormat):
             "between": [quote_lark_string(", ")],
             "after": [quote_lark_string("]")],
         }
-        # The bracket must be a separate token to tell text from calls.
+        # The bracket must be a separate word, so that the grammar can tell text from calls.
         return lark_calls_grammar(
             [keyword_call_expression_sequence(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\["
         )
@@ -93,7 +93,7 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Read f(a=1, b="x"). False consumes nothing."""
+    """Reads f(a=1, b="x"). Consumes nothing if it returns False."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])
@@ -113,7 +113,7 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
 
 
 def _keyword_arguments_to_json(text: str) -> str | None:
-    """None unless all are keywords with literals."""
+    """Returns None unless all arguments are keyword arguments with literal values."""
     try:
         call = _parse_expression(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:
@@ -128,8 +128,8 @@ def _parse_expression(text: str) -> ast.Expression:
     try:
         return ast.parse(text, mode="eval")
     except SystemError:
-        # CPython 3.11 raises it if the garbage collector meanwhile logs a traceback, which also parses
-        # (python/cpython#106905).
+        # CPython 3.11 raises SystemError if the garbage collector logs a traceback meanwhile, because logging parses,
+        # too (python/cpython#106905).
         return ast.parse(text, mode="eval")
 
 

@@ -9,7 +9,7 @@ from quire.server.formats.tools.tool_parser import ToolFormat
 
 
 def _has_non_hermes_call_format(text: str) -> bool:
-    """GLM 4.5 and Apriel 1.5 use Hermes' marker for other formats."""
+    """True for GLM 4.5 and Apriel 1.5, which use Hermes' marker for other formats."""
     return "<arg_key>" in text or "<tool_calls>[" in text
 
 
@@ -19,12 +19,12 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Marks in templates with Python calls. LFM2's template shows no calls."""
+"""Texts in templates for Python calls. LFM2's template shows tools but no calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedToolFormat:
-    """Named for --tool-call-parser, as in vLLM if possible."""
+    """`name` is a value of --tool-call-parser, the same as in vLLM if possible."""
 
     name: str
     format: ToolFormat
@@ -54,11 +54,11 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""The first match is used, so specific formats come before general ones."""
+""" "auto" selects the first format that matches, so specific formats come before general ones."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:
-    """ "auto" goes by the template; "none" returns None."""
+    """ "auto" selects by the template's text. "none" returns None."""
     for row in TOOL_FORMATS:
         if row.matches_template(template) if choice == "auto" else row.name == choice:
             return row.format

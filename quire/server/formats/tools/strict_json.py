@@ -1,4 +1,4 @@
-"""Standard JSON: no NaN, no text that UTF-8 cannot encode."""
+"""Standard JSON, without NaN and without text that UTF-8 cannot encode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Escapes only unpaired surrogates. Raises ValueError for values outside JSON."""
+    """Escapes non-ASCII text only if it has unpaired surrogates. Raises ValueError for values that JSON lacks."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 
 
 def is_encodable(text: str) -> bool:
-    """False for an unpaired surrogate, which an escape may spell."""
+    """Returns False if the text has an unpaired surrogate, which JSON escapes can spell."""
     try:
         text.encode()
     except UnicodeEncodeError:

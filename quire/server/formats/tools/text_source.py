@@ -1,5 +1,5 @@
-"""Text that arrives in pieces. Parsers are generators that yield for more, and decide only on sufficient text, so
-results do not depend on how text was cut.
+"""Text that arrives in pieces. Parsers are generators that yield to wait for more text. They decide only on sufficient
+text, so results do not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Bounds the characters held back for a name and its surroundings."""
+"""Limits the characters held back for a name and the text around it."""
 MAX_SPACE = 1024
-"""Longest whitespace within a call's marks. More is a repetition, and would be read again with each piece."""
+"""Maximum length of whitespace inside a call's markers. Longer whitespace is a model's repetition, and would be read
+again with each piece.
+"""
 
 SPACE = re.compile(r"\s*")
 
@@ -27,7 +29,7 @@ class TextSource:
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """`final`: no more text will come. True: the parser has ended."""
+        """`final`: True if no more text will come. Returns True if the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -39,7 +41,7 @@ class TextSource:
 
     @property
     def taken_text(self) -> str:
-        """Text taken since `reset_taken`, which becomes content if it was not a call."""
+        """Text taken since `reset_taken`. It becomes content if it is not a call."""
         return "".join(self._taken_pieces)
 
     def take_text(self, count: int) -> str:
@@ -78,7 +80,7 @@ class TextSource:
         return is_there
 
     def take_after_space(self, literal: str) -> ParserSteps[bool]:
-        """Consumes both or nothing."""
+        """Consumes whitespace and `literal` together, or nothing."""
         while True:
             text = self.text.lstrip()
             if text.startswith(literal):
@@ -91,7 +93,7 @@ class TextSource:
     def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
-        """Returns the text and the literal. None consumes nothing."""
+        """Returns the text before the literal, and the literal. Consumes nothing if it returns None."""
         longest = max(map(len, literals))
         while True:
             match = find_first_literal(self.text[: limit + longest], literals)
@@ -103,14 +105,14 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
-        """Empty at the end of the text."""
+        """Returns "" at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]
 
 
 def match_end_ignoring_space(text: str, wanted: str) -> int | None:
-    """-1: no match. None: undecided at the text's end."""
+    """Returns the match's end, -1 for no match, or None if `text` is too short to decide."""
     place = 0
     for character in wanted:
         space = SPACE.match(text, place)
@@ -132,7 +134,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Returns the number of characters at the end that may begin a literal."""
+    """Returns how many characters at the text's end may be the beginning of a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

@@ -9,15 +9,15 @@ from quire.server.formats.tools import strict_json
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     index: int
-    """Counted from 0 in the message."""
+    """Position among the message's calls, from 0."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None
 
 
 class ToolCallSink:
-    """Whitespace around calls is not content. Unreadable text goes to the open call's arguments, otherwise to
-    content.
+    """Collects content and calls. Whitespace around calls is not content. Unreadable text goes to the open call's
+    arguments, or to content if no call is open.
     """
 
     def __init__(self, new_id: Callable[[int], str], max_calls: int | None = None) -> None:
@@ -44,7 +44,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """The model's `id` is replaced if not unique."""
+        """`id`: the model's, which is replaced if empty or not unique."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False
@@ -77,7 +77,7 @@ class ToolCallSink:
         self.close_call()
 
     def finish_content(self) -> None:
-        """Without calls, trailing whitespace is content."""
+        """Trailing whitespace is content only if there are no calls."""
         if not self._num_opened and self._pending_space:
             self._content.append(self._pending_space)
         self._pending_space = ""

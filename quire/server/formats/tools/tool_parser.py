@@ -23,21 +23,21 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes special tokens as tokens, the rest as text."""
+"""Writes special tokens as tokens, and other text as quoted strings."""
 
 
 class ToolFormat(ABC):
-    """Stateless; its parsers are generators."""
+    """Has no state. Its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts that start calls. The parser gets them even if they are special tokens."""
+    """Texts that start calls. Parsers receive them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
-    """Models also mention these in text, so they count only at a line's start, outside code blocks."""
+    """Models also mention these markers in text, so they count only at a line's start and outside of code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = ""
-    """The start of an answer that is calls without a marker; empty if there is always a marker."""
+    """The first character of an answer that consists of calls without a marker. Empty if calls always have a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
-    """A call, for prompts that explain the format in words."""
+    """A call, for prompts that describe the format to the model."""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class ToolFormat(ABC):
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
     ) -> ParserSteps[None]:
-        """Text left in the source is content. `in_blocks`: also read calls in code blocks."""
+        """Leaves text that is content in the source. `in_blocks`: also read calls in code blocks."""
         if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
@@ -75,25 +75,25 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
-        """Reads after a marker. False: all text taken since the marker is content."""
+        """Reads calls after a marker. If it returns False, all text taken since the marker is content."""
 
     @abstractmethod
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        """A Lark grammar for llguidance with the rule `start`. Unless calls `must` be made, text may precede or replace
-        them.
+        """Returns a Lark grammar for llguidance with the rule `start`. If `must` is False, the grammar also allows text
+        before or instead of calls.
         """
 
     def derive_call_id(self, name: str) -> str:
-        """`name`: the answer's and the call's number, so repeated answers get the same ids."""
+        """`name` contains the answer's name and the call's number, so that a repeated answer has the same ids."""
         return "call_" + blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """None: the text ended."""
+    """Returns None if the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
@@ -129,7 +129,7 @@ class ToolParser:
     def extract_tool_calls(
         self, text: str, final: bool = False, *, complete: bool = False
     ) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """`complete`: the model itself ended the text, so open brackets are closed."""
+        """`complete`: True if the model itself ended the text, so that open brackets are closed."""
         self._source.is_ended_by_model = complete
         if self._source.feed_parser(self._steps, text, final=final):
             self._sink.add_content(self._source.take_text(len(self._source.text)))
