@@ -1,5 +1,5 @@
 """Beam search over the engine client, by the rule in engine/text/beams.py. Each step requests one more token of every
-beam. The prefix cache holds the rest.
+beam. The engine finds all earlier tokens in its prefix cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BeamSearchGeneration(Generation):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """None: beam search does not count them."""
+        """None, because beam search does not count reasoning tokens."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -88,7 +88,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """Returns the n best hypotheses, best first; after a cancellation, the best so far."""
+        """Returns the n best hypotheses, best first. After a cancellation, these are the best found so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)

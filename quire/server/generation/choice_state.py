@@ -31,13 +31,13 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or an id of stop_token_ids."""
+    """The stop string, or the id from stop_token_ids, that ended the choice."""
     token_ids: Sequence[int] = ()
     """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
     """Set only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """Set only in a choice's first delta. None for the first token."""
+    """Set only in a choice's first delta. The first token's entry is None."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -50,13 +50,13 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """Prompt tokens that could have been cached; None if unknown."""
+        """Why prompt tokens were not cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
-        """The generation sets this, `end_reason` and the two times."""
+        """The generation sets this field, `end_reason`, `first_token_time` and `last_token_time`."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """`time.monotonic()`, as `last_token_time`."""
+        """In seconds of `time.monotonic()`, like `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -79,7 +79,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """All deltas except the last have only text."""
+        """True if all deltas except the last contain only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -96,7 +96,7 @@ class ChoiceState:
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """None: nothing to show yet."""
+        """Returns None if there is nothing to send yet."""
         output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -115,7 +115,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text also makes a delta, because clients time tokens by chunks.
+        # A token without text makes a delta too, because clients measure times between tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None
@@ -133,7 +133,7 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """True if a repetition ends the answer."""
+        """Returns the remaining output, and True if a repetition ends the answer."""
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -202,7 +202,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """The engine reports as many alternatives as some part of the request needs."""
+    """Drops alternatives beyond the first `top`, because the engine may report more for another part of the request."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
@@ -211,14 +211,14 @@ REPETITION_STOP_REASON = "repetition_detected"
 
 class RepetitionDetector:
     def __init__(self, rule: RepetitionRule, min_tokens: int) -> None:
-        """Ignore repetitions within the first `min_tokens` tokens."""
+        """Repetitions within the first `min_tokens` tokens are ignored."""
         self._rule = rule
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Cuts the output after the token that completes a repetition; True if there is one. A token that ends the
-        answer anyway is not checked, and keeps its own finish reason.
+        """Cuts the output after the token that completes a repetition, and returns True if there is one. A token that
+        ends the answer anyway is not checked, and keeps its own finish reason.
         """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
@@ -234,7 +234,7 @@ class RepetitionDetector:
 
 
 def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
-    """vLLM's check_sequence_repetition."""
+    """Same as vLLM's check_sequence_repetition."""
     sizes = range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1)
     return any(_has_period(ids, size, size * rule.min_count) for size in sizes if size * rule.min_count <= len(ids))
 

@@ -34,7 +34,7 @@ class Usage:
     """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
     first_token_time: float | None = None
-    """`time.monotonic()`."""
+    """In seconds of `time.monotonic()`."""
 
     @property
     def total_tokens(self) -> int:
@@ -42,7 +42,7 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """Tokens computed again, the main reason, and the seconds; empty if there are none."""
+        """Tokens that had to be computed again, the main reason, and the seconds. Empty if there are none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))
@@ -65,7 +65,9 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """vLLM's names. Times count from the engine's first step; all are None before the first token."""
+    """Uses vLLM's names. Times count from the engine's first step for the request. All are None before the
+    first token.
+    """
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
     last = timeline.last_token_at
@@ -84,7 +86,7 @@ def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
 
 class DeltaSink(Protocol):
     def can_take_step(self) -> bool:
-        """If False, the stream's reader gets the step."""
+        """Returns False if the reader of the stream must take the step instead."""
 
     def take_step(self, step: list[ChoiceDelta]) -> None: ...
 
@@ -110,7 +112,9 @@ class Generation(ABC):
         """
 
     def attach_sink(self, sink: DeltaSink) -> None:  # noqa: B027 - nothing, where a step is not made at once
-        """The sink takes what arrives while the reader waits, to save wake-ups. Call between two steps."""
+        """Lets `sink` take steps that arrive while the reader waits, which saves wake-ups. Call it between
+        two steps.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -118,7 +122,7 @@ class Generation(ABC):
 
     @property
     def choice_ends(self) -> list[tuple[int, str]]:
-        """(token count, end reason) of each choice; "" if it has not ended."""
+        """(token count, end reason) of each choice. The reason is "" if the choice has not ended."""
         return [(choice.completion_tokens, choice.end_reason) for choice in self._choices]
 
     @property
@@ -128,7 +132,7 @@ class Generation(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Weights that computed the latest token."""
+        """Version of the weights that computed the latest token."""
 
     @property
     def usage(self) -> Usage:
@@ -149,7 +153,7 @@ class Generation(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """None with several choices, or if not requested."""
+        """None with several choices, or if the request does not ask for timings."""
         return None
 
     @property
@@ -159,7 +163,9 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """Returns each prompt's answers with the highest mean log probability per token, renumbered."""
+        """Returns the answers with the highest mean log probability per token, `num_returned` per prompt, with new
+        indices.
+        """
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -171,7 +177,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """After a prompt's last choice, also counts the prompt."""
+        """Also records the prompt after its last choice."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(
@@ -200,10 +206,10 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 
 class RunningGeneration(Generic[GenerationType]):
-    """Knows what admission, receipts and durability do at its end."""
+    """A generation with callbacks for its end, which admission, receipts and durability add."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder`: None without a receipt, and for beam search."""
+        """`receipt_recorder` is None if no receipt is needed, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []
@@ -218,11 +224,11 @@ class RunningGeneration(Generic[GenerationType]):
         return self._receipt_recorder.choice_receipts(self.generation.choice_ends)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Callbacks run once, in this order."""
+        """Callbacks run once, in the order of these calls."""
         self._end_callbacks.append(callback)
 
     def close(self) -> None:
-        """A second call only closes the generation."""
+        """Runs the callbacks once, and closes the generation each time."""
         self.generation.close()
         callbacks, self._end_callbacks = self._end_callbacks, []
         for callback in callbacks:

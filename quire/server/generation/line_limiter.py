@@ -16,7 +16,7 @@ class LineLimiter:
         self._rule = rule
         self._deadline: float | None = None
         self._indent: int | None = None
-        """None after the current line's indentation, and in the first line."""
+        """Indentation so far; None after the current line's indentation, and in the first line."""
         self._num_characters = 0
         self._num_ids = 0
         self._num_offsets = 0
@@ -39,7 +39,7 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """Returns where the answer ends in `text`, and where the character that ends it is."""
+        """Returns the answer's length in `text` and the position of the character that ends it, or None."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds
@@ -49,7 +49,7 @@ class LineLimiter:
                 if character in " \t":
                     self._indent += 1
                     continue
-                if self._indent < self._rule.min_indent:  # a blank line too, as in llama.cpp
+                if self._indent < self._rule.min_indent:  # also ends at a blank line, as in llama.cpp
                     return position, position
                 self._indent = None
             if character == "\n":

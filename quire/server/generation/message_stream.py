@@ -14,14 +14,16 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""A stop string is searched in this many last characters. It ends content, except for text that parsers hold back."""
+"""Number of last characters in which a stop string is located. Only text that parsers hold back can follow it."""
 
 
 class MessageDeltaStream:
-    """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
+    """Parses an answer's message. With stop strings it reads token by token, so that the end does not depend on how
+    tokens are grouped.
+    """
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
-        """`text` must have no stop strings."""
+        """`text` must not have stop strings itself."""
         self._text_stream = text
         self._parser = parser
         self._include_stop = params.include_stop_str_in_output
@@ -31,7 +33,7 @@ class MessageDeltaStream:
         self._raw_tail = ""
         self._text_length = 0
         self._decided_length = 0
-        """Characters that cannot begin a stop string."""
+        """Number of leading characters that cannot be part of a stop string."""
         self._pending_offsets: list[int] = []
 
     @property
@@ -42,7 +44,7 @@ class MessageDeltaStream:
         return reason if self._has_dropped_calls else self._parser.finish_reason(reason)
 
     def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
-        """The text delta has tokens but no text."""
+        """Returns tokens as a text delta without text, and the message's new text."""
         if self._stop_strings is None:
             delta = self._text_stream.push_output(output)
             final = output.finish_reason is not None
@@ -86,7 +88,7 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Holds back tokens in or after a stop string."""
+        """Returns offsets of tokens before a stop string, and holds back others."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)

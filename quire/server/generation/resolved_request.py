@@ -1,4 +1,4 @@
-"""All endpoints translate their bodies to a ResolvedRequest."""
+"""ResolvedRequest, to which all endpoints translate their bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
-"""labels: each label's probability among all tokens; shares: among the labels."""
+""" "labels" asks for each label's probability among all tokens, "shares" for its probability among the labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class OptionQuestion:
 class ResponsesApiFields:
     echoed_fields: bytes
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Tool name to (namespace, name in it)."""
+    """Maps a tool's name to its namespace and its name in the namespace."""
     encrypts_reasoning: bool = False
-    """Reasoning items also carry encrypted_content."""
+    """True if reasoning items also carry encrypted_content."""
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
@@ -52,22 +52,22 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """Needed for `echo`; None if only ids are known."""
+    """None if only ids are known. `echo` needs the text."""
     offsets: Sequence[int] = ()
-    """Each id's start in `text`, in characters; may be empty."""
+    """Position of each id in `text`, in characters. May be empty."""
     spans: tuple[MediaSpan, ...] = ()
-    """Placeholder ids of images."""
+    """Ranges of the ids that are placeholders of images."""
     images: tuple[Image, ...] = ()
-    """Content of the spans, each image once."""
+    """The images that the spans refer to, each once."""
     adaptations: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """vLLM's repetition_detection: an answer ends when its last tokens repeat a pattern `min_count` times."""
+    """vLLM's repetition_detection: an answer ends when its last tokens are `min_count` repetitions of one pattern."""
 
     max_pattern_size: int
-    """Limit in tokens; 0 disables the rule."""
+    """In tokens; 0 disables the rule."""
     min_pattern_size: int
     min_count: int
 
@@ -77,9 +77,9 @@ class LineRule:
     """llama.cpp's n_indent and t_max_predict_ms, which end an answer early."""
 
     min_indent: int = 0
-    """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
+    """The answer ends at a line, other than the first, that begins with fewer spaces and tabs than this."""
     max_seconds: float | None = None
-    """This long after the first token, the answer ends at the next newline."""
+    """Seconds after the first token. The first newline after this time ends the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Caller:
     weight: float = 1.0
     priority: int = 0
     cache_salt: str = ""
-    """Already specific to the tenant."""
+    """Made from the body's salt and the tenant."""
     adapter: Adapter | None = None
     """None if the model name is not an adapter's."""
     chosen_id: str = ""
@@ -98,21 +98,23 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Makes a recomputed answer the same one. The station `identify` sets it, from the earlier attempt if resumed."""
+    """What stays the same if an answer is computed again. The station `identify` sets it, from the earlier attempt if
+    there is one.
+    """
 
     id: str
-    """Unique; prefix of the engine request ids."""
+    """Unique. The ids of engine requests begin with it."""
     requested_id: str = ""
     """Chosen by the caller; may not be unique."""
     created: int = 0
     """Unix time in seconds."""
     seed: int | None = None
-    """The body's, or drawn so that the answer can be recomputed."""
+    """The body's seed, or one that was drawn so that the answer can be computed again."""
     resumable: bool = False
-    """Events are numbered and reproducible: each token is a step."""
+    """True if events are numbered and reproducible, because each token is a step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
-    """Compares with an earlier answer's prompt, if the body requests it."""
+    """Comparison with an earlier answer's prompt, if the body asks for it."""
     ignored_headers: str = ""
     """Request headers without effect, comma-separated."""
 
@@ -136,7 +138,7 @@ class ResolvedRequest:
     timeout: float | None = None
     """Seconds until the answer must be complete."""
     queue_timeout: float | None = None
-    """Seconds until the first token or vector."""
+    """Seconds within which the first token or vector must come."""
     headers: Mapping[str, str] = field(default_factory=dict)
     caller: Caller | None = None
     identity: AnswerIdentity | None = None
@@ -192,12 +194,12 @@ class GenerationRequest(ResolvedRequest):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Without the grammar and drawn seed, which `sampling_params` adds."""
+    """Does not have the grammar and the drawn seed, which `sampling_params` adds."""
     num_returned: int
-    """A whole answer returns this many choices per prompt, the most likely ones; at most n."""
+    """Number of choices per prompt, at most n, that a whole answer returns. These are the most likely ones."""
     session_id: str = ""
     keep_seconds: float = 0.0
-    """How long to keep the conversation's KV blocks."""
+    """Seconds for which the conversation's KV blocks are kept."""
     checked_grammar: CheckedGrammar | None = None
 
     beam_search: bool = False
@@ -216,7 +218,7 @@ class GenerationRequest(ResolvedRequest):
     """Drop the one token that the engine must generate."""
     logprobs: bool = False
     prompt_logprobs: int | None = None
-    """Alternatives per prompt token; None omits the field."""
+    """Number of alternatives per prompt token. None omits the field from the answer."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
@@ -226,9 +228,9 @@ class GenerationRequest(ResolvedRequest):
     allows_receipt: bool = True
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Does not have its model yet. None if later prompts cannot be compared with this one."""
+    """Does not contain its model yet. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
-    """The earlier answer whose prompt is compared with this one."""
+    """Id of the earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
@@ -269,7 +271,7 @@ class GenerationRequest(ResolvedRequest):
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One per choice, in index order."""
+        """One engine request per choice, in index order."""
         params = self.sampling_params
         single_params = msgspec.structs.replace(params, n=1)
         num_attempts = self.answer_identity.num_earlier_attempts
@@ -292,7 +294,7 @@ class GenerationRequest(ResolvedRequest):
         seed: int,
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
-        """`generated_ids` follow the prompt."""
+        """`generated_ids` are appended to the prompt."""
         caller = self.authorized_caller
         return EngineCoreRequest(
             id=id,

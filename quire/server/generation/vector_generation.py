@@ -39,7 +39,7 @@ class VectorRequest(ResolvedRequest):
         return sum(len(each.ids) for each in self.inputs)
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One per input, in order."""
+        """One engine request per input, in order."""
         caller = self.authorized_caller
         return [
             EngineCoreRequest(
@@ -73,7 +73,9 @@ class VectorGeneration:
         self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
-        """Returns vectors in input order; None if some were cut short. Raises EngineError, Timeout, QueueTimeout."""
+        """Returns the vectors in input order, or None if some inputs were aborted. Raises EngineError, Timeout,
+        QueueTimeout.
+        """
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
             async for outputs in self._outputs:
@@ -100,7 +102,7 @@ class VectorGeneration:
         self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
-        """Raises EngineError."""
+        """Raises EngineError if the output failed."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":

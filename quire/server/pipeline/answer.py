@@ -25,8 +25,8 @@ Resolution = ResolvedGeneration | VectorRequest | JsonReply
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises InvalidRequest, Overloaded and the stations' other errors, which server/routes/error_handlers.py
-    answers.
+    """Raises InvalidRequest, Overloaded and other errors of the stations. server/routes/error_handlers.py turns them
+    into responses.
     """
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
@@ -68,7 +68,7 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """Completes the request before the engine starts."""
+    """Sets the fields that the request needs before the engine starts."""
     resolved = authorize(request, await check_grammars(request, resolution))
     fresh = identify(resolved)
     if resolved.comparison_id:
@@ -79,7 +79,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Persists the call between submission and the first event. The caller must close the result."""
+    """Admits and submits the call, and persists it before its first event. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     if resolved.fingerprint is not None:
         record_prompt(request, resolved)

@@ -1,5 +1,5 @@
-"""Fourth station: the caller, its terms and the answer's id. server/access/authentication.py has checked the API key
-before the body was read.
+"""Fourth station: determines the caller, what its headers ask for, and the answer's id. server/access/authentication.py
+has already checked the API key before the body was read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ RECEIPT_HEADER = "X-Receipt"
 
 
 def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
-    """Raises ModelNotFound if the adapter was unloaded meanwhile, InvalidRequest for an unavailable receipt."""
+    """Raises ModelNotFound if the adapter was unloaded meanwhile, and InvalidRequest if the requested receipt is not
+    available.
+    """
     tenant = tenant_of(request.scope)
     gateways, priority = get_server_context(request).gateways, request.scope.get(PRIORITY_SCOPE_KEY)
     if priority is None and gateways.trusts_any:
@@ -57,7 +59,7 @@ def identify(resolved: ResolvedRequest) -> AnswerIdentity:
     if isinstance(resolved, GenerationRequest):
         seed = resolved.params.seed
         if resolved.responses_fields is not None and resolved.responses_fields.store:
-            chosen_id = ""  # a caller may reuse an id
+            chosen_id = ""  # a stored id must be unique, and callers may reuse ids
     return AnswerIdentity(
         id=f"{resolved.id_prefix}{random_source.token_hex(16)}",
         requested_id=chosen_id,
@@ -84,7 +86,7 @@ def _includes_receipt(request: Request, resolved: GenerationRequest) -> bool:
 
 
 def _find_adapter(request: Request, model_name: str) -> Adapter | None:
-    """None for the model itself. Raises ModelNotFound."""
+    """Returns None if the name is the model's own. Raises ModelNotFound."""
     adapters, model = get_runtime(request).adapter_registry, get_model(request)
     if adapters is None or model_name in model.names:
         return None

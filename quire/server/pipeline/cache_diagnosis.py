@@ -1,4 +1,4 @@
-"""Compares prompts with those of earlier answers on request (server/cache_diagnostics.py)."""
+"""Compares prompts with those of earlier answers if a request asks for it (server/cache_diagnostics.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quire.server.runtime.server_context import get_runtime, get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis:
-    """For a request with a `comparison_id`. Answers of other keys, cache salts and APIs are not found."""
+    """Compares the prompt with that of `comparison_id`. Answers of other API keys, cache salts or APIs are
+    not found.
+    """
     if (fingerprint := _fingerprint_with_model(request, resolved)) is None:
         return CacheDiagnosis("unavailable")
     earlier = None
@@ -31,7 +33,7 @@ def record_prompt(request: Request, resolved: GenerationRequest) -> None:
 
 
 def _fingerprint_with_model(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
-    """None without a fingerprint or a prefix cache."""
+    """Returns None if the request has no fingerprint, or the engine no prefix cache."""
     runtime, adapter = get_runtime(request), resolved.adapter
     if resolved.fingerprint is None or not runtime.info.caches_prefixes:
         return None

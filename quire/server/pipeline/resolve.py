@@ -1,6 +1,6 @@
 """Third station: resolves the body within limits of time and memory. A resolver (server/resolve) is a pure function
-that first parses the body. Small bodies are resolved in the event loop, others in a worker process, which can be
-killed.
+that first parses the body. Small bodies are resolved in the event loop. Others are resolved in a worker process,
+because it can be killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from quire.server.served_model import ServedModel, get_model
 
 Resolution = TypeVar("Resolution")
 Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]
-"""Raises ModelNotFound, InvalidRequest with the parameter's name, NeedsWorker and UnfetchedImagesError."""
+"""May raise ModelNotFound, InvalidRequest with the parameter's name, NeedsWorker and UnfetchedImagesError."""
 
 QUICK_BYTES, SMALL_BYTES = 1024, 4096
-"""Quick bodies share a turn of the event loop; a small one takes about a millisecond and has its own. Larger ones go to
-a worker.
+"""Quick bodies share a turn of the event loop. A small body takes about a millisecond and has its own turn. Larger
+bodies go to a worker.
 """
 BYTES_PER_TOKEN_ID = 32
-"""A list entry's memory beyond its bytes in a message."""
+"""Memory that a list entry takes in addition to its bytes in a message."""
 
 
 async def resolve_body(
@@ -49,7 +49,7 @@ async def resolve_body(
     *,
     extra_bytes: int = 0,
 ) -> Resolution:
-    """`keep_body` receives the body in pieces. `extra_bytes`: size of the resolver's other input. The result's memory
+    """`keep_body` receives the body in chunks. `extra_bytes`: size of the resolver's other input. The result's memory
     counts until the request is answered (server/access/memory_lease.py). Raises the errors of `resolve`, read_body,
     WorkerPool.run_job and MemoryLease.grow_lease.
     """
@@ -62,7 +62,7 @@ async def resolve_body(
 
 
 async def parse_request_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """Raises the errors of `resolve_body`, and InvalidRequest with the field's name."""
+    """Raises the errors of `resolve_body`, including InvalidRequest with the field's name."""
     return await resolve_body(request, partial(parse_body_as, body=body_type))
 
 
@@ -110,7 +110,7 @@ async def _resolve_here_or_in_worker(
     try:
         grow_request_lease(request.scope, size)
     except Exception:
-        del resolution  # the error's traceback would keep it alive
+        del resolution  # the error's traceback would keep the result in memory
         raise
     return resolution
 
@@ -138,7 +138,9 @@ def resolve_with_images(
 def resolve_and_measure(
     body: bytes, model: ServedModel, config: ServerConfig, *, resolve: Resolver[Resolution]
 ) -> tuple[Resolution, int]:
-    """Also returns the size in bytes, without prompts' token ids, which the queue bounds. Runs in a worker."""
+    """Also returns the result's size in bytes, without the token ids of prompts, which the queue limits. Runs in a
+    worker.
+    """
     resolution = resolve(body, model, config)
     measured: object = resolution
     num_ids = num_pixel_bytes = 0

@@ -1,4 +1,4 @@
-"""The last station of stored and background responses, which also writes to the store."""
+"""The last station for stored and background responses, which it also writes to the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ResponseCache(Protocol):
 
 
 def response_cache_of(request: Request) -> ResponseCache | None:
-    """None for a POST."""
+    """None unless the request comes from a WebSocket."""
     response_cache: ResponseCache | None = request.scope.get(RESPONSE_CACHE_SCOPE_KEY)
     return response_cache
 
@@ -42,14 +42,14 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
-    """None if nothing is stored."""
+    """None if the server stores nothing."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
     response_cache: ResponseCache | None = None
 
     async def store_ended_response(self) -> None:
-        """Also adds the items to the conversation, and caches them for the WebSocket's next request."""
+        """Stores the response, adds its items to the conversation, and caches them for the WebSocket's next request."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.response_cache is not None and fields.cache_for_websocket and writer.status in ENDED_STATUSES:
@@ -146,4 +146,4 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
 
 
 def ignore_disconnect() -> None:
-    """The answer continues when a follower leaves."""
+    """Does nothing, because the answer continues when one of its readers leaves."""

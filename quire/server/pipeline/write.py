@@ -19,9 +19,9 @@ from quire.server.runtime.server_context import get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Names the version at the last token; for a stream, at its start."""
+"""Header with the weights version at the last token, or at a stream's start."""
 MAX_INLINE_NUMBERS = 2**14
-"""Larger answers are written in threads, because JSON of this size takes milliseconds."""
+"""Answers with more numbers are written in a thread, because their JSON takes milliseconds."""
 
 
 async def do_nothing() -> None:
@@ -37,8 +37,8 @@ async def write_answer(
     *,
     reader_grace: float = 0.0,
 ) -> Response:
-    """`on_written` is awaited before the last part is sent. `reader_grace`: seconds that a stream continues without its
-    reader. Raises EngineError if the engine fails a whole answer.
+    """Awaits `on_written` before the last part is sent. `reader_grace`: seconds that a stream continues without its
+    reader. Raises EngineError if the engine fails an answer that is not streamed.
     """
     if running.generation.request.stream:
         return _write_stream(request, running, writer, durable, on_written, reader_grace)
@@ -146,7 +146,9 @@ async def stream_events(
     on_written: EndCallback,
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Steps that arrive during a wait go directly to `transport`, except the first and last."""
+    """Yields events. Steps that arrive while the reader waits are written directly to `transport`, except the first and
+    the last.
+    """
     generation = running.generation
     resolved = generation.request
     if resolved.continuous_usage:
@@ -182,7 +184,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Small, because touching memory costs more than the work per token."""
+    """Has few fields, because touching memory costs more than the work per token."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

@@ -1,1 +1,1 @@
-"""Turn deltas into the bytes of answers, one file per answer form."""
+"""Writers that turn deltas into the bytes of answers, one file per answer form."""

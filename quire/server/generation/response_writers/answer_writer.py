@@ -32,7 +32,7 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """A field for `encode_with_raw_fields`."""
+        """The receipt for `encode_with_raw_fields`; empty without one."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
@@ -107,7 +107,7 @@ class OutputPartWriter(AnswerWriter):
 
     @abstractmethod
     def part_start_events(self, part: OutputPart) -> bytes:
-        """`_open_part` is already `part`."""
+        """When this is called, `_open_part` is already `part`."""
 
     @abstractmethod
     def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
@@ -115,4 +115,4 @@ class OutputPartWriter(AnswerWriter):
 
     @abstractmethod
     def part_end_events(self) -> bytes:
-        """b"" if no part is open."""
+        """Returns b"" if no part is open."""

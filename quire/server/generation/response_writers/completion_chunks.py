@@ -19,17 +19,17 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 
 
 class ChunkWriter(AnswerWriter):
-    """Encodes constant parts once."""
+    """Encodes constant bytes once."""
 
     OBJECT_TYPE: ClassVar[str]
     BEFORE_TEXT: ClassVar[bytes]
     """Start of a choice with null token ids; %d is its index."""
     TEXT_KEY: ClassVar[bytes]
-    """Omitted if a choice has no text."""
+    """Not written if the choice's delta has no text."""
     AFTER_TEXT: ClassVar[bytes]
     """Closes the object that holds the text."""
     UNFINISHED_FIELDS: ClassVar[bytes]
-    """Follows AFTER_TEXT if there are no log probabilities and no finish reason."""
+    """Follows AFTER_TEXT in deltas without log probabilities and finish reason."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
@@ -75,7 +75,7 @@ class ChunkWriter(AnswerWriter):
 
     @abstractmethod
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Write one choice's part of a step."""
+        """Encodes one choice's delta."""
 
     @abstractmethod
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
@@ -87,7 +87,7 @@ class ChunkWriter(AnswerWriter):
         return opening
 
     def _finish_choice_event(self, event: bytes, delta: ChoiceDelta) -> bytes:
-        """`event` ends after its text."""
+        """`event` contains the choice up to its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._unfinished_chunk_end
         close = self._chunk_end if delta.finish_reason is None else self._add_weights_version(self._chunk_end)
@@ -127,7 +127,7 @@ class ChunkWriter(AnswerWriter):
         return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
 
     def _prompt_fields(self, answer: CollectedChoice) -> dict[str, object]:
-        """Written as null unless requested: vLLM's clients always read these fields."""
+        """These fields are null unless requested, because vLLM's clients always read them."""
         logprobs = answer.prompt_logprobs
         return {
             "prompt_token_ids": answer.prompt_ids,
@@ -171,7 +171,7 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """Index and input decoder of each choice's open custom tool call."""
+        """For each choice, index and input decoder of its open custom tool call."""
 
     def first_events(self) -> bytes:
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None
@@ -182,7 +182,9 @@ class ChatWriter(ChunkWriter):
         )
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Reasoning, content and each call are separate events, because some clients read only one per event."""
+        """Reasoning, content and each call become separate events, because some clients read only one of them per
+        event.
+        """
         calls = self._tool_call_deltas(delta) if delta.tool_calls or self._custom_inputs else []
         if delta.reasoning or delta.tool_calls or calls:
             rest = msgspec.structs.replace(delta, text="") if delta.tool_calls or calls else delta
@@ -272,7 +274,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
-    """Only a call's first delta has its id and name."""
+    """Includes the call's id and name only in its first delta."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

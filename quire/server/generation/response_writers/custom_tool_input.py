@@ -54,7 +54,7 @@ class CustomInputDecoder:
         return "".join(decoded)
 
     def _decode_code_unit(self, code: int) -> str:
-        """UTF-16; the first half of a pair waits for the second."""
+        """Decodes UTF-16. The first half of a surrogate pair is kept until the second half comes."""
         if 0xD800 <= code < 0xDC00:
             self._high_surrogate = chr(code)
             return ""

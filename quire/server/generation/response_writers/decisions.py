@@ -57,7 +57,9 @@ def decision_fields(question: OptionQuestion, answer: CollectedChoice) -> dict[s
 
 
 def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> list[float]:
-    """Returns a softmax over the options' tokens, or for labels probabilities over the vocabulary."""
+    """Returns a softmax over the options' tokens. For labels, returns their probabilities among the whole
+    vocabulary.
+    """
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     logprobs_by_token = dict(logprob.top)

@@ -1,4 +1,4 @@
-"""Answers in llama.cpp's form. Streams have no [DONE]: each choice's last event has `stop`."""
+"""Answers in llama.cpp's form. Streams have no [DONE]. Instead, each choice's last event has `stop`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""Requests have no slots: all run in the same steps."""
+"""Requests have no slots here, because all of them run in the same steps."""
 RANDOM_SEED = 2**32 - 1
-"""How llama.cpp reports a seed of -1."""
+"""llama.cpp reports this seed if the request's seed is -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
-    """None if the answer need not contain it."""
+    """None if the answer does not repeat the prompt."""
     response_fields: Sequence[str] | None = None
-    """Paths of fields; None: all."""
+    """Paths of the fields to return. None returns all."""
     return_tokens: bool = False
 
 

@@ -74,7 +74,7 @@ class MessagesWriter(OutputPartWriter):
         so_far = self._usage or Usage(self._request.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())
-        )  # sent at the end: unknown after a restart
+        )  # cache misses come at the end: unknown after a restart
         return encode_event("message_start", {"type": "message_start", "message": message})
 
     def part_start_events(self, part: OutputPart) -> bytes:

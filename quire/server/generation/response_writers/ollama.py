@@ -35,7 +35,7 @@ class OllamaWriter(OutputPartWriter):
 
     @property
     def ping_event(self) -> bytes:
-        """Ollama clients do not read comments."""
+        """An empty answer, because Ollama clients do not read comments."""
         return self._encode_answer_line()
 
     def last_events(self, usage: Usage) -> bytes:
@@ -108,7 +108,7 @@ def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Seq
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embeddings (one prompt)."""
+    """Answers /api/embeddings, whose requests have one prompt."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 

@@ -173,7 +173,7 @@ class ResponsesWriter(OutputPartWriter):
 
 
 def prompt_cache_diagnostics(diagnosis: CacheDiagnosis) -> dict[str, object]:
-    """unavailable, as in OpenAI's API, if the earlier prompt is too short for the cache."""
+    """Returns "unavailable", as OpenAI's API does, if the earlier prompt is too short for the cache."""
     if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
         changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed
         return {

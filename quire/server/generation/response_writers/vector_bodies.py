@@ -1,4 +1,4 @@
-"""The arguments before `request` are bound to make VectorBodyWriters."""
+"""Bodies of vector answers. With the arguments before `request` bound, a function is a VectorBodyWriter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
-"""A score is the cosine of two inputs' embeddings; None: each input is a pair, and its vector the score."""
+"""Pairs of inputs. The cosine similarity of a pair is its score. If None, each input is a pair of texts, and its vector
+is the score.
+"""
 
 
 def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
@@ -35,7 +37,7 @@ def embeddings_body(
     vectors: VectorList,
 ) -> bytes:
     """Makes the answer of /v1/embeddings and, with other names, of /pooling. `vector_size`: numbers per vector if each
-    token has one.
+    token has a vector, otherwise None.
     """
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
@@ -57,7 +59,7 @@ def _to_numbers(vector: np.ndarray, size: int | None) -> list[Any]:
 def cohere_embed_body(
     types: Sequence[str], texts: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """/v2/embed."""
+    """Makes the answer of /v2/embed."""
     embeddings_by_type = {kind: [_to_embedding_type(each, kind) for each in vectors] for kind in types}
     about = {"id": request.answer_id, "model": request.model, "response_type": "embeddings_by_type", "texts": texts}
     meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": request.prompt_tokens}}
@@ -77,7 +79,7 @@ def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
 def classification_body(
     names: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """/classify."""
+    """Makes the answer of /classify."""
     data = [
         {
             "index": index,
@@ -112,7 +114,7 @@ def rerank_body(
     *,
     cohere: bool,
 ) -> bytes:
-    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n` 0: all."""
+    """Answers /v1/rerank in Jina's form, or /v2/rerank in Cohere's. `top_n` 0 returns all."""
     relevance_scores = pair_scores(pairs, vectors)
     ranked_indices = sorted(range(len(relevance_scores)), key=lambda index: (-relevance_scores[index], index))
     results: list[dict[str, Any]] = [
