@@ -100,7 +100,7 @@ class ChatRequest(GenerationBody):
     chat_template: str | None = None
     """Replaces the model's, if the operator allows it."""
     add_special_tokens: bool = False
-    """False, because templates write BOS."""
+    """False by default, because templates write BOS."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[dict[str, Any]], MaxEntries(MAX_DOCUMENTS)] | None = None
     tools: ToolList = Field(default_factory=list)
@@ -110,11 +110,11 @@ class ChatRequest(GenerationBody):
     """"none" also sets the template variable enable_thinking to false."""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
-    """-1: no limit."""
+    """-1 means no limit."""
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """The first field that is set. None: no limit."""
+        """Name and value of the first limit that is set. The value None means no limit."""
         values = {name: getattr(self, name) for name in ("max_completion_tokens", "max_tokens", "n_predict")}
         return next(((name, value) for name, value in values.items() if value is not None), ("max_tokens", None))
 

@@ -23,17 +23,17 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Limit per body, including ineffective fields."""
+"""Limit per body, including fields without effect."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""Each of n answers copies logit_bias and stop_token_ids."""
+"""Limit for logit_bias and stop_token_ids, which each of n answers copies."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Every token of an answer reports all of them."""
+"""Limit for logprob_token_ids, all of which every token of an answer reports."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
-"""Token ids per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words, sequence breakers
-and grammar. 16 characters of a grammar count as one.
+"""Limit of token ids per call, because each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words,
+sequence breakers and grammar. 16 characters of a grammar count as one token id.
 """
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
@@ -76,7 +76,7 @@ def _text_or_list_tag(value: Any) -> str:
 
 _List = TypeVar("_List")
 TextOrList = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list_tag)]
-"""List errors are reported only for the list."""
+"""Errors are reported only for the type that the value has."""
 BadWord = Annotated[str, StringConstraints(max_length=MAX_BAD_WORD_LENGTH)]
 TokenIds = Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)]
 TextsOrTokenIds = (
@@ -88,7 +88,7 @@ TextsOrTokenIds = (
 
 
 class ExtraFieldsModel(BaseModel):
-    """Keeps other fields for the chat template."""
+    """Keeps unknown fields for the chat template."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -99,7 +99,9 @@ def validate_with_one_error(
     validate: ValidatorFunctionWrapHandler,
     explain_error: Callable[[Any], str] = lambda value: "",
 ) -> Any:
-    """Pydantic would report an error per token and possible type. `explain_error`: a better message, or ""."""
+    """Raises one error, where pydantic would report one per token and possible type. `explain_error` returns a better
+    message, or "".
+    """
     try:
         return validate(value)
     except ValidationError:

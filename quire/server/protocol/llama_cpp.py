@@ -22,7 +22,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "image_data": ([],),
     "lora": ([],),
 }
-"""Accepted values by field; others would change the answer."""
+"""Accepted values by field. Other values would change the answer."""
 ALTERNATIVES: Mapping[str, str] = {"lora": ": an adapter is requested by its name, as model"}
 INFILL_SAMPLER_MIN_P = 0.2
 """Stands in for llama.cpp's sampler `infill`, which drops tokens below this probability. It is not the same, because
@@ -47,7 +47,7 @@ Bias = Annotated[tuple[StrictInt | str, float | bool], Field(description="A toke
 
 class LlamaCppBody(EngineRequestBody):
     n_predict: int | None = None
-    """Negative: only the context limits. 0: only compute the prompt into the prefix cache."""
+    """Negative values set no limit besides the context. 0 only computes the prompt into the prefix cache."""
     max_tokens: int | None = None
     n_cmpl: int = 1
     temperature: float | None = None
@@ -68,7 +68,7 @@ class LlamaCppBody(EngineRequestBody):
     frequency_penalty: float = 0.0
     samplers: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
     seed: int | None = None
-    """-1: random."""
+    """-1 means a random seed."""
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     logit_bias: (
@@ -76,24 +76,24 @@ class LlamaCppBody(EngineRequestBody):
         | Annotated[dict[str, float | bool], MaxEntries(MAX_LISTED_TOKEN_IDS)]
         | None
     ) = None
-    """false: never."""
+    """`false` forbids a token."""
     grammar: str = ""
     json_schema: Any = None
     n_probs: int = Field(0, ge=0)
     n_indent: int = Field(0, ge=0)
-    """The answer ends at a line that begins with fewer spaces and tabs."""
+    """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
     t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
-    """Once this long after the first token, the answer ends at the next newline; 0 or less: no limit."""
+    """Milliseconds after the first token. The answer ends at the next newline after that. 0 or less means no limit."""
     stream: bool = False
     return_tokens: bool = False
     response_fields: Annotated[list[str], MaxEntries(MAX_NAMES)] | None = None
-    """Paths such as timings/prompt_ms; default: all."""
+    """Paths such as timings/prompt_ms. None selects all fields."""
     cache_prompt: bool = True
     """Has no effect: the prefix cache never changes an answer."""
 
     @property
     def num_tokens(self) -> int:
-        """-1: only the context limits."""
+        """-1 if only the context limits the answer."""
         count = self.max_tokens if self.n_predict is None else self.n_predict
         return -1 if count is None else max(-1, count)
 

@@ -150,14 +150,14 @@ class CountTokensRequest(TranslatableBody):
     tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    """If missing, the model does not think, as in Anthropic's API, if its template can turn thinking off."""
+    """If missing, the model does not think, as in Anthropic's API, unless its template cannot turn thinking off."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_control: CacheControl | None = None
 
     @property
     def max_cache_seconds(self) -> float | None:
-        """None: no mark. The whole prompt is kept, whichever part is marked."""
+        """None if nothing is marked. The whole prompt is kept, whichever block is marked."""
         texts = [self.system, *(message.content for message in self.messages)]
         blocks = [block for text in texts if not isinstance(text, str) for block in text]
         markable = [self, *self.tools, *(block for block in blocks if isinstance(block, CacheableBlock))]

@@ -49,13 +49,13 @@ class Options(RequestBody):
     """Ollama's names of a chat's fields. Other options have no effect."""
 
     num_predict: int | None = None
-    """Negative: up to the context."""
+    """Negative values mean as many as the context holds."""
     temperature: float | None = None
     top_k: int | None = Field(None, lt=2**31)
     top_p: float | None = None
     min_p: float | None = None
     top_n_sigma: float | None = None
-    """Ollama lacks this field, XTC's and DRY's; presets may set them."""
+    """Presets may set this field and those of XTC and DRY, which Ollama lacks."""
     typical_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
@@ -73,7 +73,7 @@ class Options(RequestBody):
 class OllamaGenerationBody(ModelBody):
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    """json: any JSON; otherwise a schema."""
+    """ "json" means any JSON. A dict is a schema."""
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
@@ -94,7 +94,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     suffix: str | None = None
     raw: bool = False
-    """True: the template does not render the prompt."""
+    """If true, the template does not render the prompt."""
     images: list[str] = Field(default_factory=list)
 
     def check_params_and_list_ignored(self) -> list[str]:

@@ -20,7 +20,7 @@ class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
     """Safetensors folder or GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """Instead of path: rank 0 broadcasts these next, in this order."""
+    """Alternative to path: rank 0 broadcasts these tensors next, in this order."""
     last: bool = True
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Open requests continue with the new weights (keep), finish first (wait), or end (abort)."""
@@ -46,7 +46,7 @@ class CallRequest(RequestBody):
     @property
     def call_kwargs(self) -> dict[str, Any]:
         """Raises InvalidRequest."""
-        kwargs = (self.model_extra or {}).get("kwargs", {})  # cannot be a field's name
+        kwargs = (self.model_extra or {}).get("kwargs", {})  # a pydantic field cannot have this name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")
         return kwargs

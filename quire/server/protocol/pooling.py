@@ -35,9 +35,9 @@ TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 class PoolingBody(EngineRequestBody):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens to keep, with special ones; -1: the model's maximum."""
+    """Number of tokens to keep, including special ones. -1 means the model's maximum."""
     truncation_side: Literal["left", "right"] = "right"
-    """right keeps the first tokens."""
+    """ "right" keeps the first tokens."""
     use_activation: bool | None = None
     """Scale embeddings to length 1, or turn scores into probabilities. Default: the model's."""
     normalize: bool | None = None
@@ -69,7 +69,7 @@ class InputBody(PoolingBody):
 class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    """Numbers to keep, from the first."""
+    """How many numbers of each vector to keep, from the first."""
 
 
 class ConversationEmbeddingRequest(PoolingBody):
@@ -89,13 +89,13 @@ class CohereEmbedRequest(PoolingBody):
 
     texts: TextList
     input_type: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """search_query, search_document and so on: prepends the model's prefix with that name, or with its last word."""
+    """search_query, search_document and so on. Prepends the model's prompt of that name, or of the name's last word."""
     embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], MaxEntries(4)] = Field(["float"])
-    """binary and ubinary: a bit per number, set above 0, eight to an int8 or uint8."""
+    """binary and ubinary have one bit per number, set if the number is above 0. Eight bits make an int8 or uint8."""
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """The end to cut from texts beyond the model's limit or max_tokens."""
+    """The end at which texts beyond the model's limit or max_tokens are cut."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
@@ -149,9 +149,9 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
-    """0 and None: all."""
+    """0 and None return all."""
     return_documents: bool | None = None
-    """Default: true; false at /v2/rerank."""
+    """None means true, but false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)
 
     @property

@@ -69,7 +69,7 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
 """Alternatives to unsupported parameters, mostly of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-"""Beam search refuses others."""
+"""The sampling fields that beam search accepts."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
@@ -95,7 +95,7 @@ RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value", "format", "s
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
-"""Tells how a conversation was adapted to its chat template."""
+"""Header that says how a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
 MAX_IGNORED_NAMES = 20
 MAX_IGNORED_NAME_LENGTH = 64
@@ -183,9 +183,9 @@ class ModelBody(RequestBody):
 
 class EngineRequestBody(ModelBody):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds for the whole answer, then 408."""
+    """Seconds for the whole answer. Later it is a 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds until the first token, then 503."""
+    """Seconds until the first token. Later the answer is a 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
     """Follows the prefix in the answer's id (chatcmpl-…); overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
@@ -213,7 +213,7 @@ class KvTransferParams(RequestBody):
 
 
 def _sampling_body_fields() -> dict[str, Any]:
-    """None: the model's default."""
+    """None stands for the model's default."""
     fields: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         default = None if row.field.has_model_default else row.default
@@ -234,26 +234,26 @@ else:
 
 class GenerationBody(SamplingBody):
     max_tokens: int | None = None
-    """-1: up to the context."""
+    """-1 means as many as the context holds."""
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
     dry_sequence_breakers: Annotated[list[str], MaxEntries(MAX_SEQUENCE_BREAKERS)] | None = None
-    """They end DRY's repetitions; null: newline, colon, quotation mark and asterisk."""
+    """They end DRY's repetitions. None means newline, colon, quotation mark and asterisk."""
     n: int = 1
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
-    """Reported in logprobs instead of the likeliest tokens."""
+    """Tokens to report in logprobs instead of the likeliest ones."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens to keep; -1: as many as fit with the answer."""
+    """Tokens to keep. -1 keeps as many as fit with the answer."""
     truncation_side: Literal["left", "right"] = "left"
-    """left keeps the last tokens."""
+    """ "left" keeps the last tokens."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """logprobs name tokens `token_id:123`: texts may be equal."""
+    """logprobs name tokens `token_id:123`, because different tokens may have equal texts."""
     kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -282,7 +282,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def prompt_cache_retention_seconds(self) -> float:
-        """0: do not keep."""
+        """0 if nothing is to be kept."""
         if self.session_ttl is not None:
             return self.session_ttl
         return (
@@ -333,8 +333,8 @@ class GenerationBody(SamplingBody):
 
 
 def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
-    """There is one backend. Answers follow schemas exactly, `strict` or not; the model decides on spaces after commas
-    and colons.
+    """Lists parameters without effect. There is only one backend, answers follow schemas exactly even without `strict`,
+    and the model decides on spaces after commas and colons.
     """
     schema = response_format.get("json_schema")
     schema = schema if isinstance(schema, dict) else {}

@@ -18,12 +18,12 @@ def namespaced_tool_name(namespace: str, name: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Base64 that the client sends back; not secret."""
+    """Returns Base64, which the client sends back. It is not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning_or_empty(encrypted_content: str) -> str:
-    """Empty for another server's content."""
+    """Returns "" for content from another server."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -104,7 +104,7 @@ class Reasoning(BodyModel):
 
 
 def item_type(item: Any) -> Any:
-    """Messages may omit it."""
+    """Messages may omit the type."""
     return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
 
 

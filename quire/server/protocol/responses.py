@@ -19,7 +19,9 @@ MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
 """OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""Open answers hold instructions, tools and text.format to repeat them. Agents with a hundred tools have 100 KB."""
+"""Limit for instructions, tools and text.format, which open answers hold to repeat them. Agents with a hundred tools
+send 100 KB.
+"""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -126,7 +128,7 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """prompt_cache_diagnostics compare the answer's prompt with this response's."""
+    """This response's prompt is compared with the answer's in prompt_cache_diagnostics."""
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False
@@ -164,7 +166,7 @@ class ResponsesRequest(TranslatableBody):
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     generate: bool = True
-    """False: only compute the prompt into the prefix cache. The response can be continued."""
+    """If false, only compute the prompt into the prefix cache. The response can be continued."""
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     """The answer repeats it."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None

@@ -65,5 +65,5 @@ class WarmRequest(ModelBody):
     """POST /v1/sessions/{id}/warm. The body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
-    """The conversation's requests must have the same."""
+    """Must equal the cache_salt of the conversation's requests."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)

@@ -21,7 +21,7 @@ class TokenizeRequest(ModelBody):
     """llama.cpp's prompt; no special tokens unless add_special."""
     add_special: bool = False
     with_pieces: bool = False
-    """Return ids with their texts, or their bytes if these are not text."""
+    """Return each id with its text, or with its bytes if they are not text."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""

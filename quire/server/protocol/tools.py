@@ -24,7 +24,7 @@ class FunctionSpec(ExtraFieldsModel):
     name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema; None: no arguments."""
+    """JSON schema. None means no arguments."""
     strict: bool | None = None
 
 

@@ -11,7 +11,9 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Header that names schemas whose objects stay open, because what they merge cannot be decided."""
+"""Header that names schemas with objects that allow other properties, because it cannot be decided what these objects
+merge.
+"""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
 """Header that names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
@@ -23,11 +25,11 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """A chat's content includes what the model writes around it."""
+    """True for a chat, whose content includes what the model writes around it."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
-        """Returns grammars to check, with their parameters. Answers match the last one; an empty list allows any text.
-        If tools must be called, a requested format is ignored. If they may be called, an answer is either calls or
+        """Returns (parameter, grammar) pairs to check. Answers match the last grammar. An empty list allows any text.
+        If a tool must be called, a requested format is ignored. If tools may be called, an answer is either calls or
         content in that format.
         """
         first: list[tuple[str, Grammar]] = []
@@ -38,7 +40,7 @@ class AnswerGrammar:
         call = self.tools.build_tool_grammar(model.tokenizer, calls_only=answer_grammar is not None)
         if call is not None:
             if answer_grammar is not None and not self.tools.required_tools:
-                first = [answer_grammar]  # listed alone, because errors name its parameter
+                first = [answer_grammar]  # checked separately, so that errors name its parameter
                 call = either_grammar(add_content_delimiters(answer_grammar[1], delimiters, model.tokenizer), call)
             answer_grammar = "tools", call
         elif answer_grammar is not None:

@@ -33,7 +33,7 @@ from quire.server.resolve.tool_use import NO_TOOLS, RequestTools, resolve_reques
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
-"""The last tokens show whether the model is thinking."""
+"""Number of last tokens that show whether the prompt opens thinking."""
 
 
 CHAT_FORM = AnswerForm(ChatWriter, "chatcmpl-")
@@ -89,7 +89,7 @@ def resolve_chat_request(
         )
         params = msgspec.structs.replace(params, thinking=thinking)
     grammars = _build_request_grammars(requested_grammar(body, config, model.tokenizer), tools, message, model)
-    if message is not None and not grammars.to_check:  # with one, a grammar defines calls
+    if message is not None and not grammars.to_check:  # otherwise a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
     options = AnswerOptions(
         headers=headers, logprobs=body.logprobs, message_format=message, echo=body.echo, prompt_only=prompt_only

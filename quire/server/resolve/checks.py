@@ -14,7 +14,7 @@ MAX_PROMPT_LOGPROBS = 100_000
 
 
 class NeedsWorker(Exception):
-    """Only a worker may do this, because workers can be killed."""
+    """Raised for work that only a worker may do, because workers can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
@@ -47,7 +47,7 @@ def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[
 
 
 def check_copied_params_size(params: SamplingParams, grammar: Grammar | None, num_answers: int) -> None:
-    """Each answer sends a copy to the engine."""
+    """Limits all answers together, because each sends a copy to the engine."""
     sizes = copied_param_sizes(params, grammar)
     if sum(sizes.values()) * num_answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])

@@ -12,7 +12,7 @@ PROBE_PATTERN = "qpatternq"
 
 
 def can_enforce_patterns(format: ToolFormat) -> bool:
-    """True if texts are written as JSON or verbatim."""
+    """True if the format writes strings as JSON or verbatim."""
     tool = Tool("f", input_schema(PROBE_PATTERN))
     try:
         return PROBE_PATTERN in format.build_calls_grammar([tool], False, json.dumps, must=True)
@@ -36,7 +36,7 @@ def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool
 
 
 def input_pattern(grammar: InputGrammar) -> str:
-    """Matches the whole input. Raises InvalidRequest if the grammar is not regular."""
+    """Returns a pattern for the whole input. Raises InvalidRequest if the grammar is not regular."""
     regex = lark_to_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
     return f"^(?:{regex})$"
 

@@ -32,7 +32,7 @@ _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
 
 
 def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
-    """Lists stop at the first wrong entry."""
+    """Validates a list only up to its first wrong entry."""
     return validate_body(read_json_object(body), model)
 
 
@@ -75,7 +75,7 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """Keeps one message per path. Of a union's, it is the first or one of ours."""
+    """Lists one message per path. Of a union's messages, it is the first, or ours about too many entries."""
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)
@@ -85,8 +85,8 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
 
 
 def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
-    """A path such as messages[0].role and its value; for a missing field, its object's value. Omits union members'
-    names, which pydantic adds.
+    """Returns a path such as messages[0].role and the value there, which for a missing field is its object's. Omits the
+    names of union members, which pydantic adds.
     """
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []
@@ -102,7 +102,9 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` is the object's kind and not its field: another of its fields then follows in the path."""
+    """True if `part` is a union member's name and not a field of the object. Then another field of the object follows
+    in the path.
+    """
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 
@@ -127,7 +129,7 @@ def _unsupported_tool_message(kind: object) -> str:
 
 
 def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:
-    """Returns `; did you mean …?` for an almost known field or word, or ""."""
+    """Returns `; did you mean …?` for a field or word that is close to a known one, or ""."""
     if detail["type"] == "literal_error":
         hint = suggest_nearest(value.lower(), _QUOTED_WORD.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""

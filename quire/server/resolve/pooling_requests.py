@@ -42,7 +42,7 @@ _CHAT_FIELDS = (
     "truncate_prompt_tokens",
 )
 MAX_VECTOR_NUMBERS = 2**24
-"""Per answer with a vector per token."""
+"""Limit of numbers in an answer with a vector per token."""
 
 
 def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
@@ -90,7 +90,7 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """None if tokens have no vectors."""
+    """None unless each token has a vector."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size
@@ -217,7 +217,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """None: the model's default prompt."""
+    """If `name` is None, returns the model's default prompt."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name
@@ -230,7 +230,7 @@ def prompt_by_name(name: str | None, model: ServedModel) -> str:
 
 
 def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
-    """None: unlimited."""
+    """None means no limit."""
     return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 

@@ -78,7 +78,9 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 def list_inputs(field_value: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
-    """A text, a list of token ids, or a list of these. Raises InvalidRequest if it is empty."""
+    """Lists a field's inputs: a text, a list of token ids, or several of these. Raises InvalidRequest if there are
+    none.
+    """
     if isinstance(field_value, str):
         return [field_value]
     ids = [one for one in field_value if isinstance(one, int)]
@@ -96,7 +98,7 @@ def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
 
 
 def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """Adds texts as given; decodes token ids with special tokens."""
+    """Keeps texts as given, and decodes token ids with their special tokens."""
     echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
@@ -117,8 +119,9 @@ def build_infill_ids(
     extra_ids: Sequence[int] = (),
     param: str = "suffix",
 ) -> list[int]:
-    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens; `extra_ids`:
-    other files', which come first. Raises InvalidRequest that names `param` if the tokenizer lacks the marks.
+    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens. `extra_ids` are
+    those of other files, which come first. Raises InvalidRequest, which names `param`, if the tokenizer lacks the
+    marks.
     """
     begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -166,7 +169,7 @@ def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequenc
 
 
 def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
-    """Truncates on request. Raises InvalidRequest if too long."""
+    """Truncates if the request asks for it. Raises InvalidRequest if the prompt is too long."""
     prompt = truncate_prompt(
         Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
     )
@@ -210,7 +213,7 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
 
 
 def _message_texts(message: ChatMessage) -> list[str]:
-    """Images count as ""."""
+    """Contains "" for each image."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
@@ -258,13 +261,13 @@ def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def final_message_text(body: ChatRequest, text: str) -> str:
-    """Templates may strip the text's spaces."""
+    """Strips the text if the template has stripped it."""
     final = str(normalize_message(body.messages[-1].to_template_message())["content"])
     return final if text.endswith(final) else final.strip()
 
 
 def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
-    """A request's own template must be `trusted`. It raises NeedsWorker, because it may never end or may fill the
+    """A request's own template must be `trusted`. Raises NeedsWorker for one, because it may never end or may fill the
     memory.
     """
     if chat_template is None:
@@ -292,7 +295,7 @@ def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model
 
 
 def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit: int) -> int | None:
-    """None: unlimited. `auto_limit` replaces -1."""
+    """None means no limit. `auto_limit` replaces -1."""
     if limit == 0 or (limit or 0) > context_length:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {context_length}; got {limit}",
@@ -341,8 +344,8 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Rejects much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded
-    for 10 % too many, which cuts between words cannot explain. Tokenizing the whole finds smaller excesses.
+    """Rejects much too long texts early. Slices have about as many tokens as the whole. Raises ContextLengthExceeded
+    for 10 % too many, which cuts between words cannot explain. Tokenizing the whole text finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return
@@ -361,7 +364,7 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def split_into_slices(text: str) -> Iterator[str]:
-    """Cuts before a space in a slice's second half, if any."""
+    """Cuts before the last space of a slice, if its second half has one."""
     start = 0
     while len(text) - start > SLICE_CHARACTERS:
         space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)

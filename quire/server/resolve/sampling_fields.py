@@ -76,7 +76,9 @@ def resolve_sampling_params(
 
 
 def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
-    """Keeps None, which means what the context holds. Raises InvalidRequest above the context, unless `clip`."""
+    """Returns None for None, which means as many as the context holds. Raises InvalidRequest above the context, unless
+    `clip`.
+    """
     if max_tokens is None:
         return None
     if max_tokens > context and not clip:

@@ -34,21 +34,21 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     template_tools: list[dict[str, Any]] | None = None
-    """None: the template shows none."""
+    """None if the template shows no tools."""
     tool_format: ToolFormat | None = None
-    """Without it, calls are not parsed."""
+    """None if calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
     """Tools whose input is a function's only argument."""
     required_tools: Sequence[Tool] = ()
-    """The answer must call one of these; empty: the model decides."""
+    """The answer must call one of these. If empty, the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
     """Tools whose calls follow the schema exactly, even if calling is optional."""
     constrains_all_calls: bool = False
     """All calls have the call format and name a tool, even if calling is optional and no tool is strict."""
     allows_parallel: bool = True
     closes_objects: bool = True
-    """Schema objects with `properties` but no additionalProperties allow no others."""
+    """True if schema objects with `properties` but no additionalProperties allow no other properties."""
     schema_fields: Mapping[str, str] = field(default_factory=dict)
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
 
@@ -79,8 +79,8 @@ class RequestTools:
         return replace(self, weakening_levels={**self.weakening_levels, **levels})
 
     def build_tool_grammar(self, tokenizer: Tokenizer, *, calls_only: bool = False) -> Grammar | None:
-        """None: any answer is allowed. `calls_only`: no text is allowed. Raises InvalidRequest for a strict tool
-        without a possible grammar.
+        """Returns None if any answer is allowed. `calls_only`: no text is allowed. Raises InvalidRequest for a strict
+        tool without a possible grammar.
         """
         constrains_arguments = self.required_tools or self.strict_tool_names or calls_only
         if self.tool_format is None or not (constrains_arguments or self.constrains_all_calls):
@@ -161,7 +161,7 @@ def resolve_request_tools(
 
 
 def _make_tools(specs: Sequence[ToolSpec], strict: Collection[str]) -> dict[str, Tool]:
-    """`strict`: names whose schemas are taken as they are. Raises InvalidRequest."""
+    """`strict`: names of tools whose schemas are not repaired. Raises InvalidRequest."""
     tools: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
         function = spec.function
@@ -173,7 +173,7 @@ def _make_tools(specs: Sequence[ToolSpec], strict: Collection[str]) -> dict[str,
 
 
 def _choose_required_tools(choice: ToolChoice, tools_by_name: Mapping[str, Tool]) -> list[Tool]:
-    """Returns the tools one of which must be called; none if no call is required. Raises InvalidRequest."""
+    """Returns the tools of which one must be called, or none if no call is required. Raises InvalidRequest."""
     if isinstance(choice, NamedFunction | NamedCustomTool):
         _check_is_tool(choice.name, tools_by_name)
         return [tools_by_name[choice.name]]
@@ -190,7 +190,9 @@ def _check_is_tool(name: str, tools_by_name: Mapping[str, Tool]) -> None:
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:
-    """`format` None: grammars are not enforced. Raises InvalidRequest if calls cannot follow a custom tool's."""
+    """If `format` is None, grammars are not enforced. Raises InvalidRequest if calls cannot follow a custom tool's
+    grammar.
+    """
     function_specs = []
     for index, spec in enumerate(tools):
         if isinstance(spec, CustomToolSpec):
@@ -207,7 +209,7 @@ def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
 
 
 def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
-    """Checks the schema's first level for parsers and grammars."""
+    """Checks the schema's first level, on which parsers and grammars rely."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = PARAMETERS_FIELD.format(index)

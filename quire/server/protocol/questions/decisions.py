@@ -26,7 +26,7 @@ SUPPORTED_EXTENSIONS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""They have an effect without sampling."""
+"""Fields that have an effect even without sampling."""
 
 
 class DecisionQuestion(BodyModel):

@@ -11,7 +11,7 @@ from quire.server.protocol.request_bodies import EngineRequestBody
 
 
 class LabelScoreRequest(EngineRequestBody):
-    """Each item with the query makes a prompt. All are texts, or all are token ids."""
+    """Each item makes a prompt with the query. Query and items are all texts, or all token ids."""
 
     query: str | TokenIds
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]

@@ -23,7 +23,9 @@ CallerFields = dict[str, str]
 """Maps the chat's field paths to the caller's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
-"""Holds the caller's field until `merge_user_turns`. No JSON has such a key."""
+"""Key for the caller's field in turns and parts, until `merge_user_turns` removes it. Fields of the API have no such
+name.
+"""
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replaces paths, because they are never ordinary words, and `param`."""
+    """Replaces `param`, and names with a dot, because they are never ordinary words."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)
@@ -82,7 +84,7 @@ def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping
 
 
 def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
-    """A turn's content is a list of parts; a tool turn's is text."""
+    """Merges consecutive user turns, whose contents are lists of parts."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":

@@ -36,7 +36,7 @@ MAX_ITEMS = 10_000
 MAX_ADDED_ITEMS = 1_000
 """Limit per request, because one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""A response reads a whole conversation, which may thus be as large as a body's default."""
+"""A response reads its whole conversation, which may thus be as large as a body may be by default."""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
 """Limit for what a request stores: the text of a million tokens."""
@@ -71,7 +71,7 @@ class CachedResponse:
 
 @dataclass(frozen=True, slots=True)
 class WebSocketHistory:
-    """What a WebSocket's next request may continue without the store."""
+    """What the next request on a WebSocket may continue without the store."""
 
     previous: CachedResponse | None
 
@@ -85,7 +85,7 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Includes all earlier responses, oldest first."""
+    """Returns the items of the response and all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -139,7 +139,7 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
 def load_referenced_items(
     folder: Path | None, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]
 ) -> dict[str, Any]:
-    """Searches `nearby_items`, and the responses that made the items."""
+    """Finds items in `nearby_items`, and in the stored responses that made them."""
     known = {item["id"]: item for item in nearby_items}
     if folder is None:
         if missing := [id for id in ids if id not in known]:
@@ -167,7 +167,9 @@ def to_stored_items(
     in_conversation: bool = False,
     max_bytes: int | None = None,
 ) -> list[StoredItem]:
-    """Gives each item an id. `in_conversation`: items are added to one. `max_bytes` defaults to MAX_INPUT_BYTES."""
+    """Gives each item an id. `in_conversation`: True if items are added to a conversation. `max_bytes` defaults to
+    MAX_INPUT_BYTES.
+    """
     max_bytes = MAX_INPUT_BYTES if max_bytes is None else max_bytes
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
@@ -189,7 +191,7 @@ def to_stored_items(
 
 
 def to_cached_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
-    """Returns None if they exceed what a request may continue."""
+    """Returns None if the items exceed what a request may continue."""
     try:
         return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
     except InvalidRequest:

@@ -16,16 +16,18 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""llama.cpp's text, as the next two are."""
+"""Same text as in llama.cpp, as the next two."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. At most half the context is used."""
+"""Tokens around the cursor, as many as llama.cpp's batch size: up to 3/4 prefix, 1/4 suffix. At most half the context
+is used.
+"""
 MAX_TOKEN_CHARACTERS = 32
-"""Texts with more characters per token are cut before tokenization, because their tokens would not fit."""
+"""A text is cut to this many characters per available token before tokenization, because more would not fit."""
 _GUARD = "\u263a"
-"""Precedes a text, so that the tokenizer adds its first space here and not before the text."""
+"""Put before a text, so that the tokenizer adds its first space to this character and not to the text."""
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
@@ -63,8 +65,8 @@ def infill_end_token_ids(model: ServedModel) -> list[int]:
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """Keeps at most the last `limit` tokens. The limit does not depend on the open file, so edits of it leave this
-    prefix cached.
+    """Returns at most the last `limit` tokens. The limit does not depend on the open file, so edits of that file leave
+    this prefix cached.
     """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)

@@ -29,8 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """`num_earlier`: items before the request's own. Merges consecutive user or system messages, and an assistant's
-    reasoning, text and calls up to its tools' answers.
+    """`num_earlier`: number of items before the request's own. Merges consecutive user or system messages, and an
+    assistant's reasoning, text and calls before its tools' answers.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
@@ -75,7 +75,7 @@ def tool_call_from_item(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 
 def reasoning_text(item: Reasoning) -> str:
-    """Clients without stored content send it back as encrypted_content."""
+    """Also reads encrypted_content, in which clients send reasoning back if it is not stored."""
     full_text = "\n".join(part.text for part in item.content) or decode_reasoning_or_empty(item.encrypted_content)
     return full_text or "\n".join(part.text for part in item.summary)
 

@@ -162,7 +162,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """Anthropic's budget is a target, so a model without thinking tokens is accepted."""
+    """False without thinking tokens. Such a model is accepted, because Anthropic's budget is a target."""
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:

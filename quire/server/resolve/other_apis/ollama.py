@@ -114,7 +114,7 @@ def _resolve_chat_turns(
 
 
 def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
-    """Ollama's clients add the tag."""
+    """Removes the tag `latest`, which Ollama's clients add."""
     return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
 
@@ -152,7 +152,7 @@ def content_with_images(text: str, images: Sequence[str], field: str) -> list[di
 
 
 def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """None: the model's default."""
+    """None stands for the model's default."""
     options = body.options
     most = options.num_predict
     fields: dict[str, Any] = {

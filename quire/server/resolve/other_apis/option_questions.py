@@ -104,7 +104,7 @@ class DecisionApiVariant:
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """Returns letters, then pairs and triples. Raises InvalidRequest if there are too few."""
+    """Returns letters, then pairs and triples, that are single tokens. Raises InvalidRequest if there are too few."""
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(

@@ -90,7 +90,7 @@ def resolve_response(
     owner: str,
     history: WebSocketHistory | None = None,
 ) -> ResolvedGeneration:
-    """`owner`: only its stored responses may be named. `history`: None for a POST."""
+    """Only stored responses of `owner` may be named. `history` is None for a POST."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
     check_store_fields(body, config, history)
@@ -191,7 +191,9 @@ def load_items(
     owner: str,
     history: WebSocketHistory | None = None,
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Returns earlier and own items. Raises NeedsWorker, because there may be many."""
+    """Returns earlier items and the request's own. Raises NeedsWorker before it reads the store, because there may be
+    many items.
+    """
     folder = config.data_dir
     previous = body.previous_response_id
     cached_response = None if history is None else history.previous
