@@ -78,7 +78,7 @@ class Child:
             return None
 
     def line(self) -> str:
-        """JSON; "" at the end."""
+        """Returns JSON, or "" at the end."""
         assert self._process.stdout is not None
         while (line := self._process.stdout.readline()) and not line.startswith("["):
             pass
@@ -96,7 +96,7 @@ class Child:
 
 
 def over_http(server: Server, texts: Sequence[str], batch: int, at_once: int) -> tuple[float, float]:
-    """A Side."""
+    """A Side, over HTTP."""
     worked = processor_seconds(server.process.pid)
     parts = [texts[at : at + batch] for at in range(0, len(texts), batch)]
     asked = [{"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1} for part in parts]
@@ -163,7 +163,7 @@ async def running(server: Server, count: int) -> None:
 
 
 async def measure_waits(server: Server, rounds: int, count: int) -> tuple[list[float], list[float]]:
-    """Alone, and during the streams."""
+    """Seconds of single texts alone, and during the streams."""
     alone: list[float] = []
     beside: list[float] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as client:

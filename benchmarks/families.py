@@ -54,7 +54,7 @@ def engine_of(config: dict[str, Any]) -> EngineCore:
 
 
 def work(engine: EngineCore, name: str) -> tuple[float, float, float]:
-    """Seconds of a step of 1, a step of 8, and a prompt."""
+    """Seconds of a step of 1 sequence, a step of 8, and a prompt."""
 
     def asked(key: str, length: int, tokens: int) -> EngineCoreRequest:
         return request(key, random_prompt(length, key, range(10, VOCAB)), tokens)

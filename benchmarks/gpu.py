@@ -87,7 +87,7 @@ DECODE_PROMPT, DECODE_STEPS, WARM_STEPS = 512, 128, 16
 PREFILLS = (2048, 8192)
 BATCHES = (1, 32, 256)
 BYTES = 2
-"""Per bfloat16."""
+"""Bytes per bfloat16 number."""
 _ASLEEP = 40_000_000
 """Cycles, about 20 ms: enough for a host to queue 20 calls."""
 _CACHED_BYTES = 2**28
@@ -203,7 +203,7 @@ def limits(device: torch.device) -> tuple[float, float]:
 
 
 def times(function: Callable[[], object], device: torch.device, repeats: int = 20) -> list[float]:
-    """Per call, after three warm-up calls; GPU time if no call waits for the host."""
+    """Seconds per call, after three warm-up calls. GPU time if no call waits for the host."""
     for _ in range(3):
         function()
     if device.type == "cuda":
@@ -258,7 +258,7 @@ def start(path: Path, args: argparse.Namespace, **options: Any) -> EngineCore:
 
 
 def asked(name: str, prompt: int, tokens: int) -> EngineCoreRequest:
-    """New random tokens; greedy, to the full length."""
+    """A greedy request of new random tokens, which generates all `tokens`."""
     return request(name, random_prompt(prompt, f"{name} {prompt} {tokens}", range(3, 1000)), tokens)
 
 

@@ -191,7 +191,7 @@ class FreeBackend(ReferenceBackend):
 
 
 def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
-    """Milliseconds of processor time of a forward pass, and its kernels."""
+    """Milliseconds of processor time of a forward pass, and its number of kernels."""
     backend = FreeBackend()
     norm, rope = NormSpec(1e-6), {"rope_type": "default", "rope_theta": 1e4}
     layer = AttentionLayerSpec(4, 2, 16, scale=0.25, rope=rope, norm=norm), MLPSpec(64, norm)

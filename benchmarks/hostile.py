@@ -23,14 +23,14 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import served
 
 SECONDS = 3.0
-"""Least watching time."""
+"""Minimum seconds to watch."""
 LONG = "Once upon a time there was a king. " * 100
 
 
 @dataclass(frozen=True)
 class Noticed:
     gap: float
-    """The stream's longest, in seconds."""
+    """The stream's longest gap, in seconds."""
     short: float
     """Median time to first token of short prompts."""
     long: float
@@ -106,7 +106,7 @@ async def nothing() -> list[list[int]]:
 
 
 def peak(pid: int) -> float:
-    """MiB."""
+    """Peak memory in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 

@@ -115,7 +115,7 @@ def throttled(_: bytes) -> Throttled:
 
 
 def compare_costs(model: Path, folder: Path) -> None:
-    """Includes the engine's choice after it has seen both."""
+    """Also prints what the engine chooses after it has seen both."""
     print(f"\na prefix of {PREFIX} tokens\n{'tier':>12}{'fetched, s':>12}{'computed, s':>13}  chosen")
     rates = {f"{rate} MB/s": {"TIER_RATE": str(rate * 1e6)} for rate in (5, 10, 20, 40, 80, 160)}
     tiers: dict[str, dict[str, object]] = {
@@ -145,7 +145,7 @@ class _Prefix:
         self._count = 0
 
     def seconds(self, *, forget: bool = False) -> float:
-        """With an empty KV cache; `forget`: and empty tiers."""
+        """Seconds with an empty KV cache and, if `forget`, empty tiers."""
         self._made.scheduler.kv_cache_manager.block_pool.clear_hashes()
         if forget:
             self._made.scheduler.kv_offloader.clear_tiers()

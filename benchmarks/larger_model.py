@@ -1,5 +1,5 @@
-"""Makes a larger model with the embedded one's tokenizer, for which that can draft: `python -m benchmarks.larger_model
-CORPUS OUT [--minutes 20]`.
+"""Makes a larger model with the embedded one's tokenizer, so that the embedded one can draft for it: `python -m
+benchmarks.larger_model CORPUS OUT [--minutes 20]`.
 
 The embedded model grows to 40 M parameters (Chen et al., 2016, Net2Net): twice the layers and a wider MLP, whose new
 units add nothing yet. Then it is trained on the .txt files in CORPUS.
@@ -53,7 +53,7 @@ def grown(small: Path) -> LlamaForCausalLM:
 
 
 def encoded(corpus: Path, tokenizer: Tokenizer) -> Tensor:
-    """Concatenated: [tokens]."""
+    """Returns all tokens, concatenated: [tokens]."""
     end = tokenizer.token_to_id("<|endoftext|>")
     texts = [path.read_text("utf-8") for path in sorted(corpus.glob("*.txt"))]
     return torch.tensor([token for text in texts for token in [*tokenizer.encode(unwrapped(text)).ids, end]])

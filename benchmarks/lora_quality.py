@@ -22,7 +22,7 @@ from quire.engine.checkpoint.model_resolver import resolve_model
 
 
 def prepared(model: str, out: Path) -> Path:
-    """Model in float32."""
+    """Folder of the model in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path, target = resolve_model(model), out / "model"

@@ -38,7 +38,7 @@ def engine_of(model: Path, dtype: str, way: str, context: int) -> EngineCore:
 
 
 def log_probabilities(engine: EngineCore, rows: Sequence[list[int]]) -> Tensor:
-    """Without each row's first token; float64."""
+    """Log probabilities of all tokens except each row's first, in float64."""
     answers = run(engine, [request(str(number), row, 1, prompt_logprobs=0) for number, row in enumerate(rows)])
     every = (each for number in range(len(rows)) for each in answers[str(number)].prompt_logprobs or ())
     return torch.tensor([each.logprob for each in every if each is not None], dtype=torch.float64)

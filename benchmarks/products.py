@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[int, int, bool] | int | None] = {
     "the same with offsets": (4, 32, True),
     "8-bit floats": 128,
 }
-"""Integers: bits, inputs per group (0: all), offsets. Floats: outputs and inputs per block."""
+"""Tuples: bits, inputs per group (0: all), offsets. An integer: outputs and inputs per block of FP8."""
 
 
 def make(cpu: CpuBackend, kind: tuple[int, int, bool] | int | None, outs: int, inner: int) -> Linear:

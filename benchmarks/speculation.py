@@ -48,7 +48,7 @@ def chat(content: str, **more: Any) -> dict[str, Any]:
 
 
 def loads(seed: int) -> dict[str, dict[str, Any]]:
-    """One per kind."""
+    """Returns one load per kind."""
     text = f"{TEXT} This was written on day {seed}."
     random_ids = random.Random(seed).choices(range(300, 4000), k=200)
     form = {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}}

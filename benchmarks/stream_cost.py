@@ -155,7 +155,7 @@ class Counts:
     events: int = 0
     ended: int = 0
     first: float = 0.0
-    """Of the first token after the pause: `time.monotonic()`."""
+    """`time.monotonic()` of the first token after the pause."""
     last: float = 0.0
 
 

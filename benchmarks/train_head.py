@@ -44,7 +44,7 @@ MEDUSA_HEADS = 3
 
 
 def story_requests(count: int, seed: int, tokens: int = 256) -> list[EngineCoreRequest]:
-    """As the server's page makes them."""
+    """Requests for stories, as the server's page makes them."""
     tokenizer = Tokenizer.from_pretrained(Path(DEMO_MODEL))
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=tokens, ignore_eos=True)
     found = []
@@ -65,7 +65,7 @@ def told(count: int, seed: int) -> list[list[int]]:
 
 
 def new_head(method: str, hidden: int, head: Tensor) -> tuple[Tensors, list[str]]:
-    """Returns the names to train, too."""
+    """Returns tensors, and the names of those to train."""
     vocab = len(head)
     if method == "medusa":
         tensors = medusa_tensors(hidden, vocab, MEDUSA_HEADS)
@@ -117,7 +117,7 @@ class MtpHead(torch.nn.Module):
         return [each for name, each in self.named_parameters() if "embed_tokens" not in name]
 
     def tensors(self) -> Tensors:
-        """In Qwen's published layout."""
+        """Tensors in Qwen's published layout."""
         layer = {f"mtp.layers.0.{name}": each for name, each in self.body.layers[0].state_dict().items()}
         norms = {
             "pre_fc_norm_embedding": self.norms["e"],
@@ -181,7 +181,7 @@ def descend(
 
 
 def train_head(path: Path, method: str, stories: int, rounds: int, layers: int = 6) -> Path:
-    """In the method's published layout. `layers`: of the model with an MTP layer."""
+    """Writes the head in the method's published layout. `layers`: number of layers of a model with an MTP layer."""
     torch.manual_seed(0)
     tensors = train(method, told(stories, seed=1), rounds)
     if method == "mtp":

@@ -75,7 +75,7 @@ def tried(kind: str, path: Path) -> Outcome:
     """Outcome of a small model of a model_type, written to `path`. Raises Wrong."""
     try:
         made_by = save_tiny_class(path, kind)
-    except Exception as error:  # a class says by any what it does not take
+    except Exception as error:  # classes raise any exception for what they do not support
         if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]._is_stateful:
             return Outcome(kind, "", _STATE)
         return Outcome(kind, "", f"no small model of it could be made to try it ({type(error).__name__})")

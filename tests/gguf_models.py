@@ -334,8 +334,8 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
 
 
 def write_latents(writer: Any, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Write MLA metadata like llama.cpp's converter since files have two matrices instead of kv_b_proj; `joined`: as
-    before that.
+    """Write MLA metadata like llama.cpp's converter since files have two matrices instead of kv_b_proj, or if config
+    has `joined`, as before that.
     """
     key, value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     if config.get("q_lora_rank"):

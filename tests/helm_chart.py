@@ -66,7 +66,7 @@ def render(template: str, context: dict[str, Any]) -> str:
 
 
 class ChartError(Exception):
-    """What `fail` says."""
+    """Raised by `fail`, with its message."""
 
 
 def fail(message: str) -> None:
@@ -98,7 +98,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def value(expression: str, context: dict[str, Any]) -> Any:
-    """Of a path, a literal, a function with its arguments, or several of them in a pipeline."""
+    """The value of a path, a literal, a function with arguments, or a pipeline of several."""
     words = re.findall(r'"[^"]*"|[()|]|[^\s()|]+', expression)
     found = pipeline(words, context)
     assert not words, words
@@ -106,7 +106,7 @@ def value(expression: str, context: dict[str, Any]) -> Any:
 
 
 def pipeline(words: list[str], context: dict[str, Any]) -> Any:
-    """Takes its words, up to a closing parenthesis, from the front."""
+    """Evaluates words up to a closing parenthesis, and removes them from the front."""
     piped: list[Any] = []
     while True:
         name, arguments = words.pop(0), list[Any]()

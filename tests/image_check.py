@@ -39,7 +39,7 @@ from tests.tree import ROOT, source_files
 
 IMAGE_PYTHON = "3.12"
 GLIBC_MINOR = 39
-"""Both are Ubuntu 24.04's."""
+"""Python and glibc of Ubuntu 24.04."""
 FLASH_PINS = "deploy/flash-attn-4.txt"
 IMAGE_PREFIX = "/opt/quire"
 NON_PACKAGES = {"corpus", "tales", "compression"}
@@ -66,7 +66,7 @@ NEEDS_DRIVER = "NVIDIA driver library"
 """In errors of flash-attn 4: for few queries on Blackwell its compiler asks the driver about the GPU."""
 KERNEL_MODEL = "llama-3-8b"
 KERNEL_CAPABILITIES = (80, 86, 89, 90, 100, 120)
-"""For which Quire's kernels of KERNEL_MODEL are compiled."""
+"""GPUs for which Quire's kernels of KERNEL_MODEL are compiled."""
 
 EXPORT_SPANS = (
     "from quire.server.observe.request_spans import RequestSpanExporter, create_otlp_exporter; "
@@ -384,7 +384,7 @@ def compile_flash_kernels(environment: Environment) -> None:
 
 
 def compile_own_kernels(environment: Environment) -> None:
-    """By Triton and its ptxas. Raises SystemExit with a line."""
+    """Compile with Triton and its ptxas. Raises SystemExit with a line."""
     config = environment.folder / "model/config.json"
     config.parent.mkdir(exist_ok=True)
     models = (environment.source / "quire/engine/worker/kernel_compilation/common.toml").read_text(encoding="utf-8")

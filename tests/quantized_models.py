@@ -31,7 +31,7 @@ def quantize_checkpoint(
 
 
 def quantize_linears(folder: Path, out: Path, pack_of: Callable[[str], Packer | None]) -> None:
-    """Like quantize_checkpoint, but config.json stays. `pack_of` a linear's name: None leaves it."""
+    """Like quantize_checkpoint, but config.json stays. `pack_of` returns None for a linear to leave."""
     shutil.copytree(folder, out)
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():

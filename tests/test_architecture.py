@@ -345,7 +345,9 @@ def is_permitted(part: str, target: str) -> bool:
 MAYBE_BARE = re.compile(
     rf"\bimport_module\(|\bfrom\s+\.|\b(?:from|import)\s(?:[^\n]*,)?\s*(?:{'|'.join(sorted(LINKED))})\b"
 )
-"""In every file with a relative import or one that may lack `quire.`: others need no parsing, which takes seconds."""
+"""Matches in all files with a relative import or one that may lack `quire.`. Other files need no parsing, which takes
+seconds.
+"""
 
 
 def test_imports_use_full_quire_module_names() -> None:
@@ -553,7 +555,7 @@ def inherited(of: ProjectClass) -> Iterator[ProjectClass]:
 
 
 OF_ANOTHER = re.compile(r"(?<!\bself)(?<!\bcls)\._[A-Za-z]")
-"""In every file that uses a private name of another object."""
+"""Matches in all files that use a private name of another object."""
 
 
 def test_private_names_are_used_in_own_file_only() -> None:
@@ -581,7 +583,7 @@ def test_private_names_are_used_in_own_file_only() -> None:
 
 
 MAYBE_SETS = re.compile(rf"{OF_ANOTHER.pattern}|[\"'.]_[A-Za-z]\w*[\"']")
-"""In every file that sets a private name of another object."""
+"""Matches in all files that set a private name of another object."""
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "setitem", "delitem", "patch", "object"}
 """Functions that set the name in their second argument, or in their only one."""
 

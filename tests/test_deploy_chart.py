@@ -14,7 +14,9 @@ from tests.test_deploy import DEPLOY, METRIC, built, manifests, read, served_met
 
 
 def same_objects(chart: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As kustomize's: without the label that tells releases apart, and the annotation that keeps downloads."""
+    """The chart's objects without what kustomize's lack: the label that tells releases apart, and the annotation that
+    keeps downloads.
+    """
 
     def cleaned(thing: Any) -> Any:
         if isinstance(thing, list):
@@ -186,7 +188,7 @@ def test_monitors_and_routes_match_services() -> None:
 
 
 async def test_integrations_name_existing_objects() -> None:
-    """Their schemas were seen once, with the operators' own definitions: docs/deploy/integrations.md."""
+    """The schemas were checked once, with the operators' own definitions: docs/deploy/integrations.md."""
     pool, route = yaml.safe_load_all((DEPLOY / "integrations/inference-pool.yaml").read_text(encoding="utf-8"))
     pod = next(each for each in rendered() if each["kind"] == "Deployment")["spec"]["template"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()

@@ -1,4 +1,4 @@
-"""`make mutants`: which faults it draws, and what it says of them."""
+"""`make mutants`: which faults it draws, and how it reports them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def faults_of(source: str) -> list[Fault]:
 
 
 def changes_of(source: str) -> set[str]:
-    """Each line as the faults make it."""
+    """Changed lines, one for each fault."""
     return {fault.lines(source)[1] for fault in faults_of(source) if is_valid(fault, source)}
 
 

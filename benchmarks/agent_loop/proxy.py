@@ -22,7 +22,9 @@ from tests.clients.agents.recording import NOT_PASSED_ON
 from tests.clients.agents.tunnel import forward_websocket
 
 SUMMARY = b"summarize this partial conversation"
-"""In aider's requests to shorten its history. It sends some to the weak model, and then again to the main one."""
+"""Text of aider's requests to shorten its history. Aider sends some to the weak model, and then again to the
+main one.
+"""
 ANSWER_TIMEOUT_SECONDS = 60.0
 EVENTS_BEFORE_KILL = 8
 """Events of a stream that precede the kill."""
@@ -139,7 +141,7 @@ class WebSocketWatcher:
 
     proxy: AgentProxy
     received: bytes = b""
-    """Of the open answer."""
+    """What came of the open answer."""
     exchange: Exchange | None = None
 
     def observe_answer(self, part: bytes) -> None:
@@ -185,7 +187,7 @@ class ProxyListener(ThreadingHTTPServer):
         self.proxy = proxy
 
     def handle_error(self, *_: object) -> None:
-        """Agents reset connections, which is no error."""
+        """Prints nothing, because agents reset connections."""
 
 
 class ProxyHandler(BaseHTTPRequestHandler):

@@ -17,7 +17,7 @@ _SYSTEM = 1024
 
 
 def waste() -> Iterator[Row]:
-    """Only the scheduler runs: figures are the same everywhere."""
+    """Only the scheduler runs, so figures are the same everywhere."""
     load = lengths(400, _CONTEXT // 2, _CONTEXT // 2)
     paged = {size: _waste(size, load) for size in (16, 256)}
     reserved = paged[16][1]
@@ -28,7 +28,7 @@ def waste() -> Iterator[Row]:
 
 
 def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
-    """Mean share of allocated blocks without tokens, and of whole contexts reserved."""
+    """Mean share of memory without tokens: of allocated blocks, and of whole contexts if these were reserved."""
     held = used = reserved = 0
     for scheduler in _steps(block_size, load):
         running, _ = scheduler.list_requests()
@@ -96,7 +96,7 @@ def sharing() -> Iterator[Row]:
 
 
 def preemption() -> Iterator[Row]:
-    """Recomputed, or loaded from host memory."""
+    """Requests are recomputed, or loaded from host memory."""
     said = "swapping wins for large pages and long contexts, computing again for small ones (Kwon et al., 2023)"
     for prompt in (128, 1024):
         requests = [request(str(each), random_prompt(prompt, each), 96) for each in range(12)]

@@ -1,4 +1,5 @@
-"""What paging costs: attention of one decoded token over blocks, beside contiguous keys; and the scheduler's step.
+"""What paging costs: attention of one decoded token over blocks, compared with contiguous keys; and the scheduler's
+step.
 
 `python -m benchmarks.claims.paging`, on a CPU with compiled kernels. The variants take turns on one thread, and medians
 of their processor time are printed, so that other load on the machine meets all of them alike.

@@ -10,7 +10,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
-"""Tokens, of ShareGPT in the paged attention paper."""
+"""Mean tokens of ShareGPT in the paged attention paper."""
 _SPREAD = 1.0
 """Standard deviation of the log length."""
 
@@ -18,15 +18,15 @@ _SPREAD = 1.0
 class Row(NamedTuple):
     claim: str
     said: str
-    """By the paper or post."""
+    """What the paper or post says."""
     measured: str
     beside: str
-    """With the mechanism switched off."""
+    """Measured with the mechanism switched off."""
 
 
 @contextmanager
 def engine(**options: Any) -> Iterator[EngineCore]:
-    """SmolLM2-135M's shape, random weights, unless `model` is given."""
+    """An engine with SmolLM2-135M's shape and random weights, unless `model` is given."""
     with folder_of(SMOL_135M) as folder:
         made = EngineCore(EngineConfig(**options)) if "model" in options else dummy(folder, **options)
         try:
@@ -38,7 +38,7 @@ def engine(**options: Any) -> Iterator[EngineCore]:
 
 
 def lengths(count: int, most_prompt: int, most_answer: int, seed: int = 1) -> list[tuple[int, int]]:
-    """Log-normal, with ShareGPT's means before truncation."""
+    """Log-normal lengths, with ShareGPT's means before truncation."""
     chance = random.Random(seed)
 
     def one(mean: float, most: int) -> int:

@@ -78,7 +78,7 @@ def chunks() -> Iterator[Row]:
 
 
 def guesses() -> Iterator[Row]:
-    """Random weights soon repeat themselves, like an answer that copies."""
+    """Random weights soon repeat themselves, as an answer does that copies."""
     figures = []
     for method in ("ngram", "none"):
         with engine(num_kv_blocks=64, speculative_config=SpeculativeConfig(method=method)) as made:  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class Answered:
     tokens: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     cached: int = 0
-    """In tokens."""
+    """Number of cached tokens."""
 
     @property
     def latency(self) -> float:
@@ -73,7 +73,7 @@ def dummy(folder: Path, **options: Any) -> EngineCore:
 
 
 def request(name: str, prompt: Sequence[int], tokens: int, *, seed: int = 0, **more: Any) -> EngineCoreRequest:
-    """Greedy, to the full length. `more`: fields of the request or of SamplingParams."""
+    """A greedy request that generates all `tokens`. `more`: fields of the request or of SamplingParams."""
     fields = {key: more.pop(key) for key in list(more) if key in EngineCoreRequest.__struct_fields__}
     chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | more))
     return EngineCoreRequest(id=name, prompt_ids=list(prompt), params=chosen, seed=seed, **fields)

@@ -31,7 +31,7 @@ class Descent:
 
 
 def train(parameters: Iterable[Tensor], loss: Callable[[], Tensor], tokens: int, minutes: float, rate: float) -> None:
-    """`loss`: of a new batch of `tokens` tokens. `rate`: the peak learning rate."""
+    """`loss` returns that of a new batch of `tokens` tokens. `rate`: the peak learning rate."""
     descent, began = Descent(parameters), time.monotonic()
     while (progress := (time.monotonic() - began) / 60 / minutes) < 1:
         descent.step(loss(), rate * min(progress / WARM + 0.01, 1 - progress))

@@ -2,7 +2,8 @@
 
     python -m benchmarks.decisions http://127.0.0.1:8000=MODEL=PID http://127.0.0.1:9000=MODEL=PID --questions 16
 
-With a process id also processor seconds per question, with children: on a shared machine these beat wall time.
+With a process id also processor seconds per question, including children: on a shared machine these are more reliable
+than wall time.
 """
 
 from __future__ import annotations

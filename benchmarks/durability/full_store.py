@@ -85,7 +85,7 @@ def fill(folder: Path, size: int, kind: str, journal: int) -> int:
 
 class Timed(sqlite3.Connection):
     commit_seconds = 0.0
-    """Of the last commit."""
+    """Seconds of the last commit."""
 
     def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
         began = time.perf_counter()
@@ -198,7 +198,7 @@ def writes(data: DataDir) -> dict[str, Callable[[int], object]]:
 
 
 async def attack(url: str, body: bytes, path: str, callers: int, seconds: float) -> None:
-    """Streams' first tokens before, while and after `callers` send a body."""
+    """Measures streams' first tokens before, while and after `callers` send a body."""
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         delays: list[tuple[float, float]] = []
         done = asyncio.Event()

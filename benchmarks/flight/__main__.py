@@ -16,7 +16,7 @@ from benchmarks.flight.table import read, told
 
 _BUILD = Path(__file__).parents[2] / "quire" / "kernels" / "cpu" / "build.py"
 _LEAST_SECONDS = 5.0
-"""A stage needs this much to start."""
+"""Seconds that a stage must have left to start."""
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ _TIMING = (kernels, experts, layers)
 
 
 def ahead(device: torch.device, say: Say) -> None:
-    """In its own process: launches are skipped and count as correct."""
+    """Runs in its own process, where launches are skipped and count as correct."""
     if device.type != "cuda":
         say(Finding("kernels", "nothing to compile on a CPU"))
         return
@@ -50,7 +50,7 @@ def _stages(device: torch.device) -> None:
 
 @contextmanager
 def _believed(why_not: str | None) -> Iterator[None]:
-    """Trials pass; PyTorch's products return `why_not`. Timed functions run once."""
+    """All trials pass, but that of PyTorch's products returns `why_not`. Timed functions run once."""
 
     def once(function: Callable[[], object], device: torch.device, repeats: int = 1) -> list[float]:
         function()

@@ -49,7 +49,7 @@ def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor
 
 
 def _right(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> str:
-    """Against PyTorch, expert by expert."""
+    """Compares with PyTorch, expert by expert."""
     x = torch.randn((400, router.shape[1]), device=router.device).bfloat16()
     chosen = (x.float() @ router.float().T).topk(routing.top_k + 1).values
     x = x[chosen[:, -2] - chosen[:, -1] > 0.05][:40]  # rounding may change close choices

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class Finding(NamedTuple):
     what: str
     said: str
-    """With figures."""
+    """The result, with figures."""
     held: bool = True
-    """True for purely informative findings."""
+    """Also true for purely informative findings."""
 
 
 Say = Callable[[Finding], None]
@@ -22,9 +22,9 @@ Say = Callable[[Finding], None]
 KERNELS_ALONE = 0.01
 """Warm-up seconds for compiling kernels in several processes and capturing at most one graph."""
 _MOST_APART = 1e-4
-"""Mean difference of log probabilities in float32 without TF32; the first flight had 1e-5."""
+"""Maximum mean difference of log probabilities in float32 without TF32. The first flight had 1e-5."""
 _SHARE = 1.5
-"""Of the change by 16-bit rounding in transformers, which rounds elsewhere."""
+"""Maximum difference, relative to the change by 16-bit rounding in transformers, which rounds elsewhere."""
 
 
 def close(ours: Tensor, wide: Tensor, theirs: Tensor, kind: dtype) -> str:

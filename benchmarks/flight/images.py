@@ -110,7 +110,7 @@ def _answer(llm: LLM, *, of_prompt: bool = False) -> RequestOutput:
 
 
 def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Of prompt and answer, against transformers' in float64."""
+    """Compares log probabilities of prompt and answer with transformers' in float64."""
     llm = _llm(path, device, dtype=str(dtype).removeprefix("torch."))
     answer, backend = _answer(llm, of_prompt=True), llm.info.backend
     tokens = list(answer.outputs[0].token_ids)

@@ -70,7 +70,7 @@ def _timed(backend: Backend, device: torch.device, shape: tuple[int, int, int], 
 def _metadata(
     device: torch.device, counts: list[int], contexts: list[int], block: int
 ) -> tuple[AttentionMetadata, int]:
-    """The last counts[s] of contexts[s] tokens per sequence; and the number of pages."""
+    """Metadata for the last counts[s] of contexts[s] tokens of each sequence s, and the number of pages."""
     paged, generator = ReferenceBackend(), torch.Generator()
     paged.block_size = block
     lengths = zip(contexts, counts, strict=True)
@@ -151,7 +151,7 @@ def _right(backend: Backend, weight: QuantizedWeight, device: torch.device, rows
 
 
 def _alike(weight: QuantizedWeight, device: torch.device) -> str:
-    """A deterministic row alone, with a split inner dimension, and among many."""
+    """Compares bits of deterministic rows alone, with a split inner dimension, with their bits among many."""
     from quire.kernels.gpu.triton_backend import TritonBackend
 
     linear = TritonBackend(deterministic=True).pack_quantized([weight], None, dtype=torch.bfloat16)

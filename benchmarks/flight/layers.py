@@ -24,7 +24,7 @@ _LATENTS = {"DeepSeek-V2-Lite": (16, (512, 64, 128, 128)), "a rank of DeepSeek-V
 _SMALL_LATENTS = {"a small one": (2, (512, 64, 32, 32))}
 """Heads; sizes of latent, rotated part, query's other part, and value."""
 _DTYPES = (torch.bfloat16, torch.float32)
-"""Both for the first of each kind only."""
+"""Only the first of each kind uses both."""
 
 
 def layers(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:

@@ -17,7 +17,7 @@ _TRITON = "tests/kernels/triton"
 """All of its tests are marked, by its conftest.py."""
 _FILE_SECONDS = 40.0
 _NOTHING_CHOSEN = 5
-"""pytest's exit status."""
+"""pytest's exit status if no test is chosen."""
 
 
 def tests(device: torch.device, say: Say) -> None:

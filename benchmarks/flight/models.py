@@ -198,7 +198,9 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
 def _by_transformers(
     folder: Path, dtype: torch.dtype, device: torch.device, sequences: Sequence[tuple[list[int], int]] = ()
 ) -> torch.Tensor:
-    """In float32, of `sequences` from their index on; by default all prompts without their first tokens."""
+    """transformers' log probabilities in float32: of `sequences` from their index on, by default of all prompts without
+    their first tokens.
+    """
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), []
@@ -211,7 +213,7 @@ def _by_transformers(
 
 
 def _features(folder: Path, device: torch.device, say: Say) -> None:
-    """Tokens must equal the plain engine's; if bits may differ, it must only answer."""
+    """A feature's tokens must equal the plain engine's. If bits may differ, it must only answer."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
     elsewhere = {"cpu_offload_gb": 1.0} if device.type == "cuda" else {}  # a CPU has no other memory
     wanted: dict[str, list[int]] = {}
@@ -276,7 +278,7 @@ def _small_steps(folder: Path, device: torch.device) -> str:
 
 
 def _guesses(folder: Path, device: torch.device) -> str:
-    """Measurements at engine start, whose graphs are captured then, with and without draft tokens."""
+    """Costs of draft steps, measured at engine start without and with graphs, which are captured then."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = _SHAPE | (_DRAFT if device.type == "cuda" else {})
@@ -308,7 +310,7 @@ def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: 
 
 
 def _adapted(folder: Path, device: torch.device, fixed: dict[str, Any], plain: dict[str, list[int]]) -> str:
-    """Against eager steps. Requests without an adapter must match the plain engine."""
+    """Compares with eager steps. Requests without an adapter must match the plain engine."""
     eager = _run(folder, device, enable_lora=True, enforce_eager=True, **fixed)
     if any((eager[name] == plain[name]) == bool(int(name) % 2) for name in plain):
         raise ValueError(f"{eager}, and without adapters {plain}")

@@ -14,12 +14,12 @@ from pathlib import Path
 class Run:
     stage: str
     again: str
-    """How it ran again; "" the first time."""
+    """How it ran again, or "" the first time."""
     ended: str
     """Why it failed, or ""."""
     seconds: float
     late: bool = False
-    """Deadline hit: a second run would be no faster."""
+    """True if the deadline ended it, so that a second run would not help."""
 
     @property
     def held(self) -> bool:
@@ -27,7 +27,7 @@ class Run:
 
 
 def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> Run:
-    """In a session whose processes are all killed at the deadline or the command's end."""
+    """Runs the command in a session, all of whose processes are killed at the deadline or the command's end."""
     began, code = time.monotonic(), None
     with _session(command, log, environment) as process, suppress(subprocess.TimeoutExpired):
         code = process.wait(seconds)
@@ -49,14 +49,14 @@ def in_order(stages: Mapping[str, float], run: Callable[[str, float], Run]) -> l
 
 
 def is_cudas(run: Run, wrong: Iterable[str]) -> bool:
-    """A CUDA error or a signal: these surface after their cause, which a blocking run or a sanitizer finds. `wrong`:
-    failed findings.
+    """True for a CUDA error or a signal, which appear after their cause: a blocking run or a sanitizer finds that.
+    `wrong`: failed findings.
     """
     return not run.held and not run.late and any("CUDA" in said or "killed by" in said for said in (run.ended, *wrong))
 
 
 def beside(command: Sequence[str], log: Path) -> AbstractContextManager[object]:
-    """At the lowest priority."""
+    """Runs the command at the lowest priority."""
     return _session(["nice", "-n", "19", *command], log)
 
 

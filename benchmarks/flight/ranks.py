@@ -21,7 +21,7 @@ _SIZES = {"8 KB": 4096, "64 KB": 32_768, "512 KB": 262_144}
 """Elements of bfloat16."""
 _SUMS = 200
 _DEAD_SECONDS = 1.0
-"""Until the others learn that a rank has ended."""
+"""Seconds until the others learn that a rank has ended."""
 _PATIENCE = 20.0
 
 
@@ -76,7 +76,7 @@ def _rank(rank: int, count: int, port: int, visible: str | None, out: Connection
 
 
 def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
-    """Per all-reduce."""
+    """Seconds per all-reduce."""
     for _ in range(3):
         group.all_reduce(x.clone())
     graph = torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ _ARRIVALS += ["--input-len", "512", "--output-len", "128"]
 _AT_ONCE = ["--concurrency", "64", "--num-requests", "128", "--input-len", "128", "--output-len", "64"]
 _DRAWN = [*_AT_ONCE, "--temperature", "0.7"]
 _SMALL_LOAD = ["--num-requests", "8", "--input-len", "32", "--output-len", "4", "--vocab", "900"]
-"""Replaces the numbers before it."""
+"""Overrides flags before it."""
 _BIRDS = ["hen", "cock", "chick"]
 
 
@@ -55,7 +55,7 @@ def large(device: torch.device, say: Say) -> None:
 
 
 def _offloaded(engine: EngineCore) -> str:
-    """The bus should bound it."""
+    """Measures decode with offloaded layers, which the bus should limit."""
     one = at_once(engine, [asked("one", 64, 32)])["one"]
     note = next(each for each in engine.info.notes if each.startswith("layers:"))
     engine.shut_down()
@@ -70,7 +70,7 @@ def arrivals(device: torch.device, say: Say) -> None:
 
 
 def flash4(device: torch.device, say: Say) -> None:
-    """The same with the image's first choice."""
+    """Like `arrivals`, with the attention backend that the image prefers."""
     if device.type == "cuda" and (find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None):
         say(Finding("flash-attn 4", "not installed", held=False))
         return
@@ -94,7 +94,7 @@ def _serve_large(device: torch.device, say: Say, loads: dict[str, list[str]], *o
 
 
 def _bench(url: str, load: list[str]) -> str:
-    """By `quire bench serve`, a process of its own."""
+    """Measures with `quire bench serve`, a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
         command = [sys.executable, "-m", "quire", "bench", "serve", "--url", url, *load, "--json", str(file)]
@@ -128,7 +128,7 @@ def _chats(url: str, count: int) -> str:
 
 
 def _chosen(url: str, count: int) -> str:
-    """JSON words, next to as many unconstrained chats."""
+    """Asks for JSON words, next to as many unconstrained chats."""
     schema = {"type": "json_schema", "json_schema": {"name": "bird", "schema": {"enum": _BIRDS}}}
     said = [[{"role": "user", "content": f"Which bird is number {number}?"}] for number in range(2 * count)]
     bodies = [

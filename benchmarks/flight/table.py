@@ -27,7 +27,7 @@ def told(runs: Iterable[Run], out: Path) -> str:
 
 
 def read(out: Path, run: Run) -> list[dict[str, Any]]:
-    """Without a line cut off by a kill."""
+    """Leaves out a line cut off by a kill."""
     path = out / (f"{run.stage}.{run.again}.jsonl" if run.again else f"{run.stage}.jsonl")
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

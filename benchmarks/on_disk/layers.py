@@ -31,7 +31,7 @@ ROOM = 0.75
 
 
 def memory(field: str) -> float:
-    """GiB."""
+    """Memory in GiB."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 0.0 if found is None else int(found[1]) / 2**20
 

@@ -27,13 +27,13 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import served
 
 TURNS, FIRST, ADDED, ANSWERED = 43, 1100, 86, 24
-"""Tokens of the first prompt, and added per turn before and by its answer."""
+"""Number of turns. Tokens of the first prompt, and tokens that a turn adds before its answer and with it."""
 IDS = range(300, 1900)
 TOOLS = 8
 THOUGHT, SAID = 12, 18
 """Tokens of thoughts, which the next prompt lacks, and of text."""
 Change = Callable[[int, list[int], list[list[int]], list[int]], list[int]]
-"""(turn, system prompt, tools, rest) to a prompt."""
+"""Makes a prompt of turn, system prompt, tools and rest."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from quire.server.cli.bench.serve import build_measured_and_warmup_jobs, run_clo
 from quire.server.cli.bench.stream_client import StreamClient
 
 PAUSE = 0.7
-"""Between servers' turns: some spin for a while when idle."""
+"""Seconds between servers' turns, because some spin for a while when idle."""
 PROMPTS_OPEN = 4
 
 

@@ -20,7 +20,7 @@ async def api() -> AsyncIterator[Api]:
 
 @pytest.fixture(scope="module")
 async def idle_api() -> AsyncIterator[Api]:
-    """As `api`, one for all tests of a file that send only what is rejected before it reaches the engine."""
+    """Like `api`, but shared by all tests of a file. They send only what is rejected before it reaches the engine."""
     async with open_api(FakeEngine(hashed(b"abc"))) as opened:
         yield opened
         assert not opened.engine.seen
@@ -28,7 +28,7 @@ async def idle_api() -> AsyncIterator[Api]:
 
 @pytest.fixture(autouse=True)
 def statements_read_no_whole_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For every statement that a test makes the store run."""
+    """Checks every statement that a test makes the store run."""
     Watched.faults.clear()
     monkeypatch.setattr("sqlite3.connect", partial(sqlite3.connect, factory=Watched))
     yield

@@ -80,7 +80,7 @@ class FakeEngine(ExclusiveClient):
         self.generated = 0
         self.looks = 0
         self.silent = False
-        """Never answers a request for a snapshot, as during a long step."""
+        """True to answer no request for a snapshot, as during a long step."""
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

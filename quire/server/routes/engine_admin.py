@@ -119,7 +119,9 @@ async def sleep(
 
 @sleep_router.post("/wake_up", response_model=None)
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-    """Restore weights and KV cache, whatever vLLM's `tags` say. 503 if there is no room: the model sleeps on."""
+    """Restore weights and KV cache, whatever vLLM's `tags` say. 503 if there is no room; the model then stays
+    asleep.
+    """
     try:
         await get_runtime(request).weight_controller.wake_up()
     except ConfigError as error:
@@ -138,7 +140,7 @@ async def is_sleeping(request: Request) -> Response:
 @sleep_router.post("/update_weights", response_model=None, openapi_extra=BodySchema(UpdateWeightsRequest))
 async def update_weights(request: Request) -> Response:
     """Serve other weights of the same shape without losing open requests: from a path, or as `tensors` over the group
-    of /init_weights_group. 400 if they cannot be served; the old ones stay.
+    of /init_weights_group. 400 if they cannot be served; the old weights stay.
     """
     runtime = get_runtime(request)
     body = await resolve_body(request, _parse_weights_update)
@@ -211,7 +213,7 @@ def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) 
 
 
 def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
-    """Raises InvalidRequest if they exceed the model at its lowest bit width."""
+    """Raises InvalidRequest if they are larger than the model's weights can be at 2 bits each."""
     total_bytes = sum(4 * math.prod(each.shape) for each in tensors)
     if total_bytes > (max_bytes := 16 * weight_bytes):
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Needs FastAPI. Processes that must start quickly import error_responses.py instead."""
+"""Error handlers that need FastAPI. Processes that must start quickly import error_responses.py instead."""
 
 from __future__ import annotations
 

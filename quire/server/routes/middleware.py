@@ -29,8 +29,8 @@ def add_middleware(
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
-    """Requests meet the middleware added last first. `budget_bytes`: memory of all requests. Raises ConfigError for
-    unusable allowed hosts.
+    """The middleware that is added last sees requests first. `budget_bytes`: memory for all requests. Raises
+    ConfigError for unusable allowed hosts.
     """
     app.state.hosts = AllowedHosts(config)
     record_sinks: list[Callable[[RequestRecord], None]] = []

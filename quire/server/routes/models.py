@@ -24,7 +24,7 @@ from quire.server.served_model import NEUTRAL_SAMPLING, TASK_OUTPUTS, ServedMode
 router = APIRouter(route_class=ModelRoute)
 rate_limited_router = APIRouter(route_class=RateLimitedRoute)
 MAX_SAFE_INTEGER = 2**53
-"""Exact in every JSON reader. Tokenizers without a limit write 10**30."""
+"""Larger integers are not exact in all JSON readers. Tokenizers without a limit write 10**30."""
 
 
 @router.get("/v1/models")

@@ -63,7 +63,7 @@ async def create_response(request: Request) -> Response:
     resolved = await prepare_generation(request, resolution, durable)
     fields = resolved.responses_fields
     assert fields is not None
-    # two opening events, or the answer, hold copies
+    # copies are in two opening events, or in the answer
     grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
     recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer, response_cache)
@@ -83,8 +83,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """Returns None if the server ended between accepting the call and storing the response. Raises HTTPException while
-    another request is at that point.
+    """Returns None if the server ended after it accepted the call and before it stored the response. Raises
+    HTTPException while another request is between these steps.
     """
     try:
         return Response(
@@ -160,7 +160,7 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
-    """`method` takes the owner first, and may block."""
+    """Calls `method` with the owner first. It may block."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)

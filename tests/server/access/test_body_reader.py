@@ -139,7 +139,7 @@ async def test_bodies_over_memory_budget_wait_unread_until_timeout() -> None:
 
 
 async def test_body_reader_reuses_body_of_scope_and_releases_reservation() -> None:
-    """As with a model that the body names on a multi-model server: its response may take minutes."""
+    """A multi-model server reads the body for the model's name, and the model's response may take minutes."""
     outer, inner = BodyReader(4 * MIB, 4 * MIB), BodyReader(2 * MIB, 2 * MIB)
     request = Sender(length=2 * MIB).send(2 * MIB).request
     async with outer.hold_request_body(request) as body:

@@ -1,4 +1,4 @@
-"""What is no browser's preflight passes the middleware for them."""
+"""Requests that are no browser's preflight pass the CORS middleware."""
 
 from __future__ import annotations
 

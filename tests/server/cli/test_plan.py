@@ -992,7 +992,9 @@ def test_gpt_oss_moe_is_planned_on_cpu_and_gpu(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_planned_gguf_embedding_bytes_equal_engine(kind: str, tmp_path: Path) -> None:
-    """A quantized embedding stays as stored and is the tied head too; of any other the CPU kernels pack a copy."""
+    """A quantized embedding stays as stored and is the tied head, too. The CPU kernels pack a copy of any other
+    embedding.
+    """
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     folder = tiny_models.save_tiny_model(tmp_path / "folder", "llama", tie_word_embeddings=True)
     file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)

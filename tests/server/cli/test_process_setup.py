@@ -208,7 +208,7 @@ def run_to_end(*argv: str, **options: Any) -> tuple[int, str]:
 
 
 NAMES = {"nonsense.invalid": "", "a" * 300: "no valid name", "ü" * 70 + ".x": "no valid name", "a\nb": "'a\\nb'"}
-"""Hosts that the server cannot listen on, and a part of the error; that of the first depends on the resolver."""
+"""Hosts that the server cannot listen on, and part of the error. The first host's error depends on the resolver."""
 
 
 @pytest.mark.parametrize("host", NAMES, ids=range(len(NAMES)))

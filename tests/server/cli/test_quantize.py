@@ -20,7 +20,7 @@ def quantize(capfd: pytest.CaptureFixture[str]) -> Quantize:
     """`quire quantize` with these arguments; returns the status, stdout and stderr."""
 
     def run(*args: object) -> tuple[int, str, str]:
-        capfd.readouterr()  # of what made the model
+        capfd.readouterr()  # drop the output of making the model
         status = main(["quantize", *map(str, args)])
         return status, *capfd.readouterr()
 

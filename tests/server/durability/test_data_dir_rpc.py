@@ -99,7 +99,7 @@ class _ReplaceableOwner:
         self.data = open_data_dir(folder, 1 << 20)
         self.asked = remote_data_dir(folder, self._answer)
         self.before = b"nothing"
-        """Replace the owner before it serves the first call of this method; once."""
+        """Method before whose first call the owner is replaced, once."""
 
     def _answer(self, asked: bytes) -> bytes:
         if self.before in asked:

@@ -1,4 +1,4 @@
-"""Models that think, and what requests and prompts say of it."""
+"""Models that think, and how requests and prompts control it."""
 
 from __future__ import annotations
 

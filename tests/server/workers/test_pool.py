@@ -153,7 +153,7 @@ async def test_job_of_killed_worker_runs_once_more() -> None:
 
 
 async def test_job_runs_once_more_when_fork_server_is_killed_too() -> None:
-    """Then nobody keeps what ended the worker."""
+    """Then no process knows what ended the worker."""
     async with open_pool(launch=Child) as pool, asyncio.timeout(60):
         job = asyncio.create_task(run_limited(pool, works.busy, b"0.5"))
         while not pool._busy_workers:  # noqa: ASYNC110
@@ -188,7 +188,7 @@ async def test_fork_server_stopped_during_start_is_replaced(monkeypatch: pytest.
 
 
 async def test_memory_limit_ends_job_in_rust_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backtrace it would deadlock."""
+    """Printing a backtrace would deadlock."""
     monkeypatch.setenv("RUST_BACKTRACE", "1")
     async with open_pool(launch=Child) as pool, asyncio.timeout(60):
         body = b"[" + b",".join([b"[]"] * 1_000_000) + b"]"

@@ -1,4 +1,4 @@
-"""A response that names a conversation appends its items to it."""
+"""Conversations. A response that names one appends its own items to it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class _UploadSpaceReserver:
     async def count_and_reserve_bytes(self, size: int) -> None:
         """Raises HTTPException if there is no room."""
         self._received_bytes += size
-        if self._received_bytes > self._reserved_bytes:  # length not announced
+        if self._received_bytes > self._reserved_bytes:  # the length was not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
@@ -122,13 +122,13 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # a new data process has none
+        with suppress(sqlite3.OperationalError):  # a new data process has no reservations
             await asyncio.to_thread(self._files.release, self.id)
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Runs in one thread, and finishes even if the caller gives up. Errors delete the content, except StoreUnreachable,
-    because the file may have been added.
+    """Runs in one thread, and finishes even if the caller gives up. Deletes the content after errors, except
+    StoreUnreachable, because the file may have been added.
     """
     is_kept = False
     try:
@@ -136,7 +136,7 @@ def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: Bina
         runner.files.add(owner, file)
         is_kept = True
     except StoreUnreachable:
-        is_kept = True  # the silent process may have added the file
+        is_kept = True  # the silent data process may have added the file
         raise
     finally:
         if not is_kept:
@@ -238,8 +238,8 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """Keeps only the boundary. Some of Python's charsets yield half surrogates, take quadratic time, or are not text;
-    RFC 7578 has none. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
+    """Keeps only the boundary. Some of Python's charsets yield half surrogates, take quadratic time, or are not text,
+    and RFC 7578 has no charset parameter. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
     """
     try:
         media_type, options = parse_options_header(content_type)

@@ -36,7 +36,7 @@ async def list_items_response(
 async def find_or_raise(
     request: Request, method: Callable[..., Result | None], *args: object, not_found: QuireError
 ) -> Result:
-    """Calls `method` in a thread with the request's owner. Raises `not_found` for a falsy result."""
+    """Calls `method` in a thread with the request's owner and `args`. Raises `not_found` if the result is falsy."""
     result = await asyncio.to_thread(method, owner_of(request), *args)
     if not result:
         raise not_found

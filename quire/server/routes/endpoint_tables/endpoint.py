@@ -19,4 +19,4 @@ class Endpoint:
     """A body must match one of them."""
     route_class: type[RateLimitedRoute] = GenerationRoute
     in_schema: bool = True
-    """False: an alias of another path."""
+    """False for an alias of another path."""

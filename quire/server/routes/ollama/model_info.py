@@ -72,7 +72,7 @@ def ps_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
 
 
 def model_entry(name: str, quantization: str = "") -> dict[str, Any]:
-    """Ollama's client shows the digest's first twelve characters."""
+    """Describes a model. Ollama's client shows the digest's first twelve characters."""
     return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _model_details(quantization)}
 
 

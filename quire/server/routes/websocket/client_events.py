@@ -16,11 +16,13 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""Ends an event's text to make it a POST's body: of two equal names, the last counts."""
+"""End of a POST's body. It replaces an event's last brace, and overrides the event's fields: of two equal names, the
+last counts.
+"""
 
 
 class _Envelope(msgspec.Struct):
-    """The raw fields are decoded later, or only by the pipeline."""
+    """An event's fields. Raw fields are decoded later, or only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL

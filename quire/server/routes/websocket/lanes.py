@@ -12,7 +12,7 @@ from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
 
 MAX_RUNNING_RESPONSES = 16
-"""OpenAI's limits per connection, as the next one is."""
+"""OpenAI's limit per connection, like the next one."""
 MAX_NAMED_LANES = 32
 MAX_WAITING_EVENTS = 64
 
@@ -22,11 +22,11 @@ class Lane:
     """The events with one `stream_id`, which are answered in order."""
 
     stream_id: str | None
-    """None: the events without one."""
+    """None for the lane of events without a stream_id."""
     waiting: deque[CreateEvent] = field(default_factory=deque)
     latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
-    """Answers the lane's events; None if none are waiting."""
+    """Answers the lane's waiting events. None if there are none."""
 
 
 class Lanes:
@@ -91,7 +91,7 @@ class Lanes:
     async def _run_lane(self, lane: Lane) -> None:
         while lane.waiting:
             async with self._running_slots:
-                if lane.waiting:  # they may have been dropped
+                if lane.waiting:  # the waiting events may have been dropped
                     event = lane.waiting.popleft()
                     await self._answer(lane, event)
                     self._release_event(event)

@@ -168,7 +168,7 @@ class ResponsesSocket:
 
     async def _read_events(self) -> CloseCode:
         while self._num_malformed < MAX_MALFORMED_EVENTS:
-            await asyncio.sleep(0)  # with queued messages and a client that reads nothing, the rest never suspends
+            await asyncio.sleep(0)  # if messages are queued and the client reads nothing, nothing else here suspends
             first = await self._websocket.receive()
             if first["type"] == "websocket.disconnect":
                 return CloseCode.NORMAL
