@@ -69,7 +69,7 @@ def _lark_rule_body(grammar: Grammar) -> str:
 
 
 def _lark_leading_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
-    """Makes leading whitespace a separate word, for the reason in LarkRules.split_literal."""
+    """Leading whitespace is a separate word: see LarkRules.split_literal."""
     space = text[: len(text) - len(text.lstrip())]
     return " ".join(
         [*([json.dumps(space)] if space else []), lark_literal_with_special_tokens(text.lstrip(), tokenizer)]

@@ -36,12 +36,12 @@ class RequestMessageFormat:
     allows_parallel_calls: bool = True
     """If False, only the first call is kept."""
     calls_only: bool = False
-    """True if a call is required, so that text outside of calls is dropped."""
+    """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
 
     def marker_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Returns the ids of special tokens that parsers read, except EOS tokens."""
+        """Special tokens that parsers read, without EOS tokens."""
         marks: list[str] = []
         if self.reasoning_format is not None:
             marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.later_span_marker]
@@ -62,7 +62,7 @@ class RequestMessageFormat:
 
 class AssistantMessageParser:
     def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
-        """`name` is unique to the answer; call ids derive from it."""
+        """`name` is unique to the answer."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers
         start_trial = None
@@ -91,8 +91,8 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets`: token starts in the answer. `final`: emit text that was held back. `complete`: the model itself
-        ended the answer.
+        """`offsets`: token starts in the answer. `final` emits held-back text. `complete`: the model itself ended the
+        answer.
         """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()

@@ -23,8 +23,8 @@ class ReasoningFormat:
     """Marker that starts later spans, if it differs from `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """Returns True if the prompt opens thinking, False if it contains empty thinking, which forbids the model to
-        think, and None if the model decides.
+        """True if the prompt opens thinking; False if it has an empty thinking, which forbids it; None if the model
+        decides.
         """
         text = prompt.rstrip()
         if text.endswith(self.begin):
@@ -56,9 +56,7 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Returns None if thinking is not limited, as with `tokens` -1. Raises InvalidRequest if the model's thinking
-    markers are not tokens.
-    """
+    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
     if tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
@@ -81,7 +79,7 @@ def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark after one of these is a quotation and does not count."""
+"""A mark after one of these is only quoted."""
 
 
 class ReasoningParser:
@@ -116,7 +114,7 @@ class ReasoningParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of all spans, including the markers' tokens."""
+        """Includes the markers' tokens."""
         total = len(self._offsets)
         return sum(
             (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
@@ -236,7 +234,7 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Drops whitespace at the start and end of a span."""
+        """Drops whitespace at both ends of a span."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

@@ -35,12 +35,12 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""The type that a keyword implies if the schema has no `type`."""
+"""A keyword implies its type if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeVariant:
-    """A possible type and its schema, into which $ref, allOf, anyOf and oneOf have been merged."""
+    """A possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
 
     type: str
     schema: Mapping[str, Any]
@@ -57,7 +57,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A schema. Its references point into `document`."""
+    """References point into `document`."""
 
     schema: Any
     document: Any
@@ -67,7 +67,7 @@ class SchemaNode:
         return cls(schema, schema)
 
     def variants(self) -> list[TypeVariant]:
-        """Returns at least one variant, because a schema that allows nothing counts as allowing anything."""
+        """Never empty: a schema that allows nothing counts as allowing anything."""
         return _VariantResolver(self.document).resolve_variants(self.schema, frozenset())
 
     def variant_types(self) -> frozenset[str]:
@@ -83,7 +83,7 @@ class SchemaNode:
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Pattern keys are not matched, because a caller's pattern could take forever.
+            # Patterns are not matched: a caller's could take forever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
@@ -245,7 +245,7 @@ class _SchemaExtractor:
 
     def _rename_reference(self, reference: str) -> str:
         if resolve_reference(reference, self._document) is None:
-            return reference  # the grammar compiler reports the missing target
+            return reference  # the grammar compiler reports it
         if reference not in self._name_by_reference:
             self._name_by_reference[reference] = f"schema{len(self._name_by_reference)}"
             self._pending_references.append(reference)

@@ -88,7 +88,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """Returns the n best hypotheses, best first. After a cancellation, these are the best found so far."""
+        """Returns the n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)

@@ -56,7 +56,7 @@ class ChoiceState:
         """The generation sets this field, `end_reason`, `first_token_time` and `last_token_time`."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """In seconds of `time.monotonic()`, like `last_token_time`."""
+        """`time.monotonic()`, as `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -79,7 +79,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """True if all deltas except the last contain only text."""
+        """All deltas except the last have only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -115,7 +115,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text makes a delta too, because clients measure times between tokens by chunks.
+        # A token without text also makes a delta, because clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None
@@ -234,7 +234,7 @@ class RepetitionDetector:
 
 
 def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
-    """Same as vLLM's check_sequence_repetition."""
+    """vLLM's check_sequence_repetition."""
     sizes = range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1)
     return any(_has_period(ids, size, size * rule.min_count) for size in sizes if size * rule.min_count <= len(ids))
 

@@ -34,7 +34,7 @@ class Usage:
     """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
     first_token_time: float | None = None
-    """In seconds of `time.monotonic()`."""
+    """`time.monotonic()`."""
 
     @property
     def total_tokens(self) -> int:
@@ -122,7 +122,7 @@ class Generation(ABC):
 
     @property
     def choice_ends(self) -> list[tuple[int, str]]:
-        """(token count, end reason) of each choice. The reason is "" if the choice has not ended."""
+        """(token count, end reason) of each choice; "" if it has not ended."""
         return [(choice.completion_tokens, choice.end_reason) for choice in self._choices]
 
     @property
@@ -132,7 +132,7 @@ class Generation(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Version of the weights that computed the latest token."""
+        """Weights that computed the latest token."""
 
     @property
     def usage(self) -> Usage:
@@ -209,7 +209,7 @@ class RunningGeneration(Generic[GenerationType]):
     """A generation with callbacks for its end, which admission, receipts and durability add."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder` is None if no receipt is needed, and for beam search."""
+        """`receipt_recorder`: None without a receipt, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []

@@ -40,7 +40,7 @@ class OutputParts:
         self._pending_tokens: list[AnswerToken] = []
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """Yields (part, piece) for the delta. A new part ends the previous one."""
+        """Yields (part, piece). A new part ends the previous one."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None

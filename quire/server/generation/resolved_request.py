@@ -103,7 +103,7 @@ class AnswerIdentity:
     """
 
     id: str
-    """Unique. The ids of engine requests begin with it."""
+    """Unique; prefix of the engine request ids."""
     requested_id: str = ""
     """Chosen by the caller; may not be unique."""
     created: int = 0
@@ -194,7 +194,7 @@ class GenerationRequest(ResolvedRequest):
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Does not have the grammar and the drawn seed, which `sampling_params` adds."""
+    """Without the grammar and drawn seed, which `sampling_params` adds."""
     num_returned: int
     """Number of choices per prompt, at most n, that a whole answer returns. These are the most likely ones."""
     session_id: str = ""

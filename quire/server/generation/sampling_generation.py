@@ -72,7 +72,7 @@ class SamplingGeneration(Generation):
     def _process_outputs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
         now = clock.monotonic()
         step = []
-        for output in outputs:  # a comprehension is 25 % slower in the usual case of one output
+        for output in outputs:  # a comprehension is 25 % slower in the usual one-output case
             delta = self._process_output(output, now)
             if delta is not None:
                 step.append(delta)
@@ -89,7 +89,7 @@ class SamplingGeneration(Generation):
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
         """Returns None if there is nothing to send yet."""
         choice = self._choices_by_id[output.id]
-        if choice.is_finished:  # the choice was closed before this output was read
+        if choice.is_finished:  # closed before this output was read
             return None
         if output.finish_reason == "error":
             self._record_choice_end(choice, "error")

@@ -183,9 +183,9 @@ class ModelBody(RequestBody):
 
 class EngineRequestBody(ModelBody):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds for the whole answer. Later it is a 408."""
+    """Seconds within which the answer must be complete. Otherwise, the status is 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds until the first token. Later the answer is a 503."""
+    """Seconds until the first token. Otherwise, the status is 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
     """Follows the prefix in the answer's id (chatcmpl-…); overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)

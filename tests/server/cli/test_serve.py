@@ -51,9 +51,7 @@ def test_memory_error_at_start_prints_one_line(
         raise MemoryError
 
     monkeypatch.setattr("quire.server.observe.log_setup.set_up_logging", read)
-    monkeypatch.setattr(
-        "quire.server.cli.main.exit_on_sigterm_or_sighup", lambda: None
-    )  # otherwise pytest would get these handlers
+    monkeypatch.setattr("quire.server.cli.main.exit_on_sigterm_or_sighup", lambda: None)  # these would be ours
     assert main(["serve", "--port", "0"]) == 1
     assert capsys.readouterr().err == "quire serve: too little memory (ulimit -v, the container's limit)\n"
 

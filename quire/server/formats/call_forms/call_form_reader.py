@@ -11,7 +11,7 @@ from quire.server.formats.tools.tool_parser import ToolsByName
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
 EXTRA_CALL_SEPARATORS = (";", ",")
-"""Models write these separators between calls even if the template shows only one call."""
+"""Models write these even if the template shows only one call."""
 VALID_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -80,9 +80,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Requires a known tool's name and arguments after an `unwrapped` head, because text may only mention
-        the head.
-        """
+        """Text may only mention an `unwrapped` head, so a tool's name and arguments must follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source

@@ -12,12 +12,12 @@ DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
 """Text that hardly occurs outside of calls: a tag, its start, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
-"""Matches a tag up to the tool's name in it, such as `<function=` or `<invoke name="` and the slot."""
+"""A tag that contains the name, such as `<function=` or `<invoke name="`, up to the name."""
 
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """The texts around calls. They may contain the NAME, ID and INDEX slots."""
+    """Texts may contain the NAME, ID and INDEX slots."""
 
     begin: str
     head: str
@@ -36,9 +36,9 @@ class CallFormTexts:
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
-    """True if the name is only in the id: `functions.name:0`."""
+    """The name is only in the id: `functions.name:0`."""
     short_ids: bool = False
-    """True if the template refuses ids other than nine letters and digits."""
+    """The template refuses ids other than nine letters and digits."""
     first_index: int = 0
     unwrapped_heads: tuple[str, ...] = ()
     """Heads without the surrounding tag, which models sometimes omit. They are read only before a tool's name."""

@@ -97,7 +97,7 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules for values that fit a JSON schema. Constraints that Lark cannot express are left out."""
+    """Writes rules for values that fit a JSON schema, without constraints that Lark cannot express."""
 
     rules: LarkRules
     spelling: LiteralSpelling

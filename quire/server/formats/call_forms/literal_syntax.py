@@ -17,14 +17,14 @@ SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 class UnreadableLiteral(Exception):
-    """Raised if the text is not a literal."""
+    """The text is not a literal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
     raw: bool = False
-    """True if quoted strings have no escapes."""
+    """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
     """Must follow a raw string's closing quote, because the string may contain its own quote."""
 

@@ -86,7 +86,7 @@ def _literal_to_json_or_none(
 
 
 def _matches_any_nonstring_variant(value: Any, variants: list[TypeVariant]) -> bool:
-    """Returns False for strings, because the template writes strings without quotes."""
+    """Strings never match, because they are written unquoted."""
     type = json_type_of_value(value)
     for variant in variants:
         same = type == variant.type or (type == "integer" and variant.type == "number")

@@ -36,7 +36,7 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """True if strings with markup are written as CDATA sections."""
+    """Strings with markup are CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""

@@ -41,7 +41,7 @@ class ArgumentsRegion:
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
-        """Returns the arguments of a turn with one call. Raises TemplateInferenceError."""
+        """The turn must have one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]

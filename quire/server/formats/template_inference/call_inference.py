@@ -187,7 +187,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Tests that the format parses what the template renders, with single calls only."""
+    """Tests only turns with a single call."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()

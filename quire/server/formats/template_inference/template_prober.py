@@ -1,4 +1,4 @@
-"""Renders made-up assistant turns, and extracts the text that the model would write."""
+"""Renders made-up assistant turns, and cuts out the model's part."""
 
 from __future__ import annotations
 

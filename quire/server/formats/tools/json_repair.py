@@ -1,5 +1,5 @@
-"""Repairs a model's JSON object as it arrives, if its meaning is clear. Repairs control characters, invalid escapes,
-Python's quotes and constants, bare words, wrong commas and colons, and unclosed brackets.
+"""Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
+quotes and constants, bare words, wrong commas and colons, unclosed brackets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x0
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
-"""Whitespace between values. Models also write it as escapes."""
+"""Models also write escaped whitespace between values."""
 WORD = re.compile(r"[A-Za-z0-9+\-._$]+")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
@@ -27,7 +27,7 @@ JSON_BY_CONSTANT = {
     "Infinity": "null",
     "-Infinity": "null",
 }
-"""Constants that JSON does not have become null."""
+"""Constants that JSON lacks become null."""
 
 
 class JsonRepairer:

@@ -44,7 +44,7 @@ MISTRAL_NAMED = CallForm(
     short_ids=True,
     other_heads=(f"[TOOL_CALLS]{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"[TOOL_CALLS]{NAME_SLOT}"),
 )
-"""Used by Mistral Small 3.2, Devstral and Ministral 3."""
+"""Mistral Small 3.2, Devstral, Ministral 3."""
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
@@ -61,7 +61,7 @@ DEEPSEEK = CallForm(
     end=CALLS_END,
     other_heads=(PLAIN_HEAD,),
 )
-"""Used by DeepSeek V3 and R1, which write arguments in a code block."""
+"""DeepSeek V3 and R1, with arguments in a code block."""
 DEEPSEEK_31 = CallForm(
     begin=CALLS_BEGIN,
     head=PLAIN_HEAD,
@@ -81,7 +81,7 @@ GRANITE = CallForm(
     end="]",
     json_keys=DEFAULT_KEYS,
 )
-"""Used by Granite 3, whose template shows tools but no calls."""
+"""Granite 3, whose template shows tools but no calls."""
 
 HARMONY_ASSISTANT = "<|start|>assistant"
 HARMONY_COMMENTARY = f"{HARMONY_ASSISTANT}<|channel|>commentary to=functions.{NAME_SLOT}"
@@ -103,7 +103,7 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""Used by gpt-oss: https://github.com/openai/harmony. The model's template shows only one of several forms."""
+"""gpt-oss, https://github.com/openai/harmony. Its template shows one of several forms."""
 
 
 def xml_call_form(outer: str) -> CallForm:

@@ -21,7 +21,7 @@ def write_json(value: Any) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Returns False if the text has an unpaired surrogate, which JSON escapes can spell."""
+    """False for an unpaired surrogate, which an escape may spell."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Limits the characters held back for a name and the text around it."""
+"""Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
 """Maximum length of whitespace inside a call's markers. Longer whitespace is a model's repetition, and would be read
 again with each piece.
@@ -134,7 +134,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Returns how many characters at the text's end may be the beginning of a literal."""
+    """Returns the number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

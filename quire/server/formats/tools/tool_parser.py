@@ -23,16 +23,16 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes special tokens as tokens, and other text as quoted strings."""
+"""Writes special tokens as tokens, the rest as text."""
 
 
 class ToolFormat(ABC):
-    """Has no state. Its parsers are generators."""
+    """Stateless; its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that start calls. Parsers receive them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
-    """Models also mention these markers in text, so they count only at a line's start and outside of code blocks."""
+    """Models also mention these in text, so they count only at a line's start, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = ""
     """The first character of an answer that consists of calls without a marker. Empty if calls always have a marker."""
@@ -129,7 +129,7 @@ class ToolParser:
     def extract_tool_calls(
         self, text: str, final: bool = False, *, complete: bool = False
     ) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """`complete`: True if the model itself ended the text, so that open brackets are closed."""
+        """`complete`: the model itself ended the text, so open brackets are closed."""
         self._source.is_ended_by_model = complete
         if self._source.feed_parser(self._steps, text, final=final):
             self._sink.add_content(self._source.take_text(len(self._source.text)))

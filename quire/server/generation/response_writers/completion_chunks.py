@@ -182,9 +182,7 @@ class ChatWriter(ChunkWriter):
         )
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Reasoning, content and each call become separate events, because some clients read only one of them per
-        event.
-        """
+        """Reasoning, content and each call are separate events, because some clients read only one per event."""
         calls = self._tool_call_deltas(delta) if delta.tool_calls or self._custom_inputs else []
         if delta.reasoning or delta.tool_calls or calls:
             rest = msgspec.structs.replace(delta, text="") if delta.tool_calls or calls else delta

@@ -108,7 +108,7 @@ def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Seq
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embeddings, whose requests have one prompt."""
+    """Answers /api/embeddings (one prompt)."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 

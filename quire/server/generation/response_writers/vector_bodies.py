@@ -36,8 +36,8 @@ def embeddings_body(
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
-    """Makes the answer of /v1/embeddings and, with other names, of /pooling. `vector_size`: numbers per vector if each
-    token has a vector, otherwise None.
+    """Answers /v1/embeddings and, with other names, /pooling. `vector_size`: numbers per vector if each token has a
+    vector, else None.
     """
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
@@ -59,7 +59,7 @@ def _to_numbers(vector: np.ndarray, size: int | None) -> list[Any]:
 def cohere_embed_body(
     types: Sequence[str], texts: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """Makes the answer of /v2/embed."""
+    """Answers /v2/embed."""
     embeddings_by_type = {kind: [_to_embedding_type(each, kind) for each in vectors] for kind in types}
     about = {"id": request.answer_id, "model": request.model, "response_type": "embeddings_by_type", "texts": texts}
     meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": request.prompt_tokens}}
@@ -79,7 +79,7 @@ def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
 def classification_body(
     names: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """Makes the answer of /classify."""
+    """Answers /classify."""
     data = [
         {
             "index": index,
