@@ -60,7 +60,7 @@ class Child:
 
     @classmethod
     def start(cls, kind: str, python: str, model: str, texts: Path) -> Child | None:
-        """None if it does not start, which it prints."""
+        """Prints that the child does not start and returns None, if so."""
         script = Path(__file__).parent / "sides" / "embedding_sides.py"
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(

@@ -229,7 +229,7 @@ def modelopt_float8(algo: str) -> Packer:
 
 
 def mxfp8(weight: Tensor) -> Packed:
-    """e4m3 times a power of two per 32 inputs, stored as its exponent and 127."""
+    """e4m3 times a power of two per 32 inputs, which is stored as its exponent plus 127."""
     groups = weight.view(weight.shape[0], -1, 32)
     exponents = (groups.abs().amax(2) / 448).log2().ceil()
     steps = 2 ** exponents[:, :, None]

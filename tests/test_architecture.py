@@ -783,8 +783,8 @@ def test_files_import_at_most_20_own_modules() -> None:
 
 
 def joined_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines that save lines: a starred literal inside another display, and an assignment of more than two values to as
-    many targets. Triton kernels are exempt.
+    """Statements that are joined to save lines: a starred literal inside another display, and an assignment of more
+    than two values to as many targets. Triton kernels are exempt.
     """
     nodes = [tree]
     for node in nodes:

@@ -154,5 +154,6 @@ def test_flight_on_cpu_holds_all_findings(call: int, tmp_path: Path) -> None:
     assert table.startswith("everything holds")
     for stage in CALLS[call - 1]:
         assert f"\n{stage}: held" in table
-    # First: 8 of engines, 5 of families with everything on, twice for 3, 5 of their small steps; then 6 with images.
+    # First call: 8 of engines, 5 of families with everything on, 3 of them twice, 5 of their small steps. Second call:
+    # 6 with images.
     assert table.count("the same tokens") == (6 if call == 2 else 21)

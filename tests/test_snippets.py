@@ -116,7 +116,7 @@ EXPECTED = {
     "quire serve": "Ctrl-C ends it",
     "python -m benchmarks.perplexity": "int8",
 }
-"""By pattern of a command's beginning: a pattern that its output contains."""
+"""Maps a pattern of a command's beginning to a pattern that its output must contain."""
 REPLACED = {
     "OWNER/MODEL": DEMO_MODEL,
     "sentence-transformers/all-MiniLM-L6-v2": DEMO_MODEL,
@@ -159,7 +159,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def runnable_commands() -> list[tuple[str, str]]:
-    """Without comments. A command of several documents is here once."""
+    """Commands without comments. One that several documents have is here once."""
     places: dict[str, str] = {}
     for place, line in commands():
         if not line.startswith(tuple(NOT_RUN)):

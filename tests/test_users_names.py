@@ -163,7 +163,7 @@ def types() -> dict[str, list[str]]:
 
 
 def modules() -> dict[str, list[str]]:
-    """Names only; golden plans, specs and tokens cover their values."""
+    """Returns names only, because golden plans, specs and tokens cover their values."""
     found: dict[str, list[str]] = {}
     for section, names in MODULES.items():
         kinds = [kind for name in names for kind in kinds_in(importlib.import_module(f"quire.{name}"))]

@@ -40,7 +40,7 @@ def ahead(device: torch.device, say: Say) -> None:
 
 
 def _stages(device: torch.device) -> None:
-    """Kernels after an exception are compiled by their own stage."""
+    """If a stage raises, the kernels after that are compiled when the stage runs."""
     for why_not in (None, "so that Triton's own products are among them"):
         with _believed(why_not):
             for stage in (kernels.attention, kernels.products) if why_not is None else (kernels.products,):

@@ -12,7 +12,7 @@ from benchmarks.flight.finding import Finding, Say
 
 _ROOT = Path(__file__).parents[2]
 _FIRST = "tests/engine/worker/test_graphs.py"
-"""Draft heads' graphs, which no card has run yet."""
+"""Tests of draft heads' graphs, which no GPU has run yet."""
 _TRITON = "tests/kernels/triton"
 """All of its tests are marked, by its conftest.py."""
 _FILE_SECONDS = 40.0

@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
-"""In bfloat16, tokens with nearly equal router scores get other experts than in transformers: means say little."""
+"""In bfloat16, tokens with nearly equal router scores get other experts than in transformers, so means say little."""
 _SMALL_STEPS = ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v2")
 """One per kind of stateful layer."""
 _DRAFT = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16} | {
@@ -94,8 +94,8 @@ def everything(device: torch.device, say: Say) -> None:
 
 
 def _all_on(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
-    """Graphs, small chunks beside decodes, few blocks, prefix hits, guesses and a tier, against requests alone in eager
-    steps; then the answers' log probabilities against transformers'.
+    """Compares graphs, small chunks beside decodes, few blocks, prefix hits, draft tokens and a tier with requests
+    alone in eager steps, then the answers' log probabilities with transformers'.
     """
     fixed: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     fixed |= {"deterministic": True} if device.type == "cuda" else {}

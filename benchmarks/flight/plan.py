@@ -15,7 +15,7 @@ CALLS = (
     },
     {"flash4": 60.0, "http": 35.0, "kernels": 35.0, "images": 30.0, "cores": 20.0},
 )
-"""Most seconds per stage, for a machine that is lent for 540 and then at most 180 seconds. What matters most is first.
-Unused time goes to later stages, then to second runs. Stages are independent.
+"""Maximum seconds per stage, for a machine that is lent for 540 and then at most 180 seconds. What matters most is
+first. Unused time goes to later stages, then to second runs. Stages are independent.
 """
 PLAN = {name: seconds for call in CALLS for name, seconds in call.items()}

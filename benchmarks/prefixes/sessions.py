@@ -1,9 +1,9 @@
 """First token of a conversation's next turn, with and without other load that fills the KV cache in between.
 
 `python -m benchmarks.prefixes.sessions [--tokens 512] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache
-of three conversations. A round computes a conversation and at once its next turn, 32 tokens longer; then another one,
-six prompts of its length, and that one's next turn: with and without pinning, with and without host memory, and with a
-hint that it will continue. Tokens are compared across ways.
+of three conversations. A round computes a conversation and at once its next turn, 32 tokens longer. Then it computes a
+second conversation, six prompts of the same length, and the second one's next turn: with and without pinning, with and
+without host memory, and with a hint that it will continue. Tokens are compared across ways.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Return None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
+    """Returns None if thinking is unlimited, as for `tokens` -1. Raises InvalidRequest if the model's marks are not
+    tokens.
+    """
     if tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None

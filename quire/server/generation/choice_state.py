@@ -240,5 +240,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """True if the last `length` tokens repeat after every `period` tokens."""
+    """True if the last `length` tokens have this period."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

@@ -400,7 +400,7 @@ async def test_thousands_of_pipelined_requests_close_connection() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_http_1_0_response_is_not_chunked(stream: bool) -> None:
-    """nginx with its defaults, `ab`: a response without a length ends with the connection."""
+    """For nginx with its defaults and for `ab`, a response without a length ends with the connection."""
     body = json.dumps({"prompt": "x", "max_tokens": 5, "seed": 1, "stream": stream}).encode()
     whole = completion(body)
     async with serving(FakeEngine(LETTERS)) as port:

@@ -49,7 +49,7 @@ MAX_CONNECTION_SECONDS = 3600.0
 """OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""These apply to single requests, but a connection has many."""
+"""Headers for single requests, of which a connection has many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
