@@ -63,7 +63,7 @@ FLASH_ARCHITECTURES = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of an H100 and a B200, which flash-attn 4 asks for."""
 FLASH_CASES = 24
 NEEDS_DRIVER = "NVIDIA driver library"
-"""In errors of flash-attn 4: for few queries on Blackwell its compiler asks the driver about the GPU."""
+"""Occurs in errors of flash-attn 4, because for few queries on Blackwell its compiler asks the driver about the GPU."""
 KERNEL_MODEL = "llama-3-8b"
 KERNEL_CAPABILITIES = (80, 86, 89, 90, 100, 120)
 """GPUs for which Quire's kernels of KERNEL_MODEL are compiled."""

@@ -203,7 +203,7 @@ OTHERS_PRIVATE = {
     "_cuda_releasePool": "than these two",
     "_apply_gate": "transformers', which is a part of its experts' interface",
 }
-"""Private names that are used nevertheless, with the reason: an expression, or an attribute of any object."""
+"""Private names that are used nevertheless, with the reason. They are expressions, or attributes of any object."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 90

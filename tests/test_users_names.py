@@ -172,7 +172,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def tail(folder: Path) -> dict[str, list[str]]:
-    """Records of a write-ahead log; its first 52 bytes hold the boot and what has been written."""
+    """Records of a write-ahead log. They follow 52 bytes: the boot id, and how much has been written."""
     writer = WriteAheadLog(folder, "process")
     writer.log_call("owner", "id", 2)
     writer.log_tokens(1, 0, 7, [8, 9], ChoiceFinish("stop", "x", came_with_token=True))

@@ -276,7 +276,7 @@ class GenerationBody(SamplingBody):
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
     """Seconds to keep KV, even without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's session_id: keeps KV for DEFAULT_KEEP_SECONDS."""
+    """OpenAI's name of session_id. KV is kept for DEFAULT_KEEP_SECONDS."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """24h means MAX_SESSION_TTL."""
 

@@ -156,7 +156,7 @@ class CalledFunction(ExtraFieldsModel):
 
 
 class ToolCall(ExtraFieldsModel):
-    """In an earlier turn."""
+    """A call in an earlier turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -169,7 +169,7 @@ class CustomInput(ExtraFieldsModel):
 
 
 class CustomToolCall(ExtraFieldsModel):
-    """In an earlier turn."""
+    """A call in an earlier turn."""
 
     id: str | None = None
     type: Literal["custom"]

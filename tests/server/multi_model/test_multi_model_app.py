@@ -110,7 +110,7 @@ async def test_request_is_routed_to_named_model() -> None:
 
 
 async def test_each_event_of_a_websocket_is_routed_to_its_model() -> None:
-    """On an ASGI server that knows nothing of Quire."""
+    """Runs on an ASGI server that knows nothing of Quire."""
     async with open_multi_model_app("abc", "def") as (_, http):
         sent: asyncio.Queue[Any] = asyncio.Queue()
         received: asyncio.Queue[Any] = asyncio.Queue()

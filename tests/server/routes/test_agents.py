@@ -155,7 +155,7 @@ async def test_claude_code_keeps_prefix_with_any_call_syntax(template: str) -> N
 
 async def test_cache_marks_and_billing_lines_change_no_prompt_token() -> None:
     """Cache marks, the billing line and the user's id change from request to request, and mean nothing to the model. A
-    date does: it stays where the caller put it, and all text before it is found in the cache.
+    date has a meaning: it stays where the caller put it, and all text before it is found in the cache.
     """
 
     def make_body(day: int, mark: int, *texts: str) -> dict[str, Any]:

@@ -266,7 +266,7 @@ async def test_jobs_survive_fork_server_death_during_fork_requests() -> None:
 
 
 async def test_cancelled_jobs_request_few_workers() -> None:
-    """The event loop would block forever on the full socket of a fork server that is slow to fork."""
+    """Otherwise the event loop would block forever on the full socket of a fork server that is slow to fork."""
     async with open_pool() as pool:
         await run_limited(pool, works.pid)
         assert pool._fork_server is not None
