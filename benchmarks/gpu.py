@@ -291,8 +291,8 @@ def prefill(engine: EngineCore, tokens: int, times: int = 5) -> float:
 
 
 def gap(engine: EngineCore) -> float:
-    """Share of decode steps without a kernel. Comes last: after PyTorch's profiler, launches take more than twice the
-    host time.
+    """Share of decode time without a kernel. Measure it last, because after PyTorch's profiler launches take more than
+    twice the host time.
     """
     for index in range(32):
         engine.add_request(asked(f"gap{index}", DECODE_PROMPT, 100))

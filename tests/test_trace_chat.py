@@ -25,7 +25,7 @@ MAX_LINES = 8000
 MAX_FILES = 114
 """Files of these functions. A feature that a plain chat does not use is decided once or by a field of the request."""
 MAX_ROOM_CHANGES = 240
-"""Times that the path enters another folder. Two runs differ by about ten."""
+"""Maximum number of times that the path enters another folder. Two runs differ by about ten."""
 
 
 @pytest.mark.slow

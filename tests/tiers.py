@@ -49,7 +49,7 @@ def slow(*cases: Any) -> list[Any]:
 
 
 def pair_in_rotation(names: Iterable[Any], options: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Cases of two arguments whose code does not meet: each name with one option, each option with some names."""
+    """Cases of two arguments that share no code: each name with one option, each option with some names."""
     return list(zip(names, cycle(options), strict=False))
 
 

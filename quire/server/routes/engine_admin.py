@@ -213,7 +213,7 @@ def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) 
 
 
 def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
-    """Raises InvalidRequest if they are larger than the model's weights can be at 2 bits each."""
+    """Raises InvalidRequest if they have more numbers than the model would have with 2 bits per weight."""
     total_bytes = sum(4 * math.prod(each.shape) for each in tensors)
     if total_bytes > (max_bytes := 16 * weight_bytes):
         raise InvalidRequest(

@@ -105,8 +105,8 @@ async def refuse_compaction() -> None:
 async def retrieve_response(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
-    """A stored response. `stream`: the events after number `starting_after`, if it was created in the background and
-    streamed; only the last event if it has ended.
+    """A stored response. With `stream`, its events after number `starting_after`, if it was created in the background
+    and streamed. If it has ended, only the last event.
     """
     summary = await _find_response_summary(request, response_id)
     background, key = get_server_context(request).background, (owner_of(request), response_id)

@@ -46,7 +46,7 @@ class ToolFormat(ABC):
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
     ) -> ParserSteps[None]:
-        """Leaves text that is content in the source. `in_blocks`: also read calls in code blocks."""
+        """Text left in the source is content. `in_blocks`: also read calls in code blocks."""
         if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
