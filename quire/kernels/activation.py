@@ -1,5 +1,5 @@
-"""Activations whose bits do not depend on an element's place in x. On CPUs, PyTorch treats the rest after the last
-whole vector differently, except in exp, erf and tanh (PyTorch 2.13).
+"""Activations whose bits do not depend on an element's position in x. On CPUs, PyTorch computes the elements after the
+last whole SIMD vector differently, except in exp, erf and tanh (PyTorch 2.13).
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 class AttentionParams:
     scale: float
     window: int | None = None
-    """Keys that a query sees, including its own; None: all."""
+    """Number of keys that a query sees, including its own. None: all keys."""
     softcap: float | None = None
-    """c turns a score s into c * tanh(s / c)."""
+    """With a softcap c, a score s becomes c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all. On GPUs the torch backend computes None, and the reference everything
-    else but 0.
+    """Number of later keys that a query sees. None: all later keys. On GPUs, scaled_dot_product_attention computes None
+    where it can, and the reference computes all other values except 0.
     """
     relative_bias: Tensor | None = None
     """[H, 2 L + 15] float32 for contexts of up to L tokens. Column L - 1 + d is added to the score of a key that is d
@@ -27,17 +27,17 @@ class AttentionParams:
     sinks: Tensor | None = None
     """[H] float32: scores without a value, added to the softmax's denominator (gpt-oss, 2025)."""
     value_dim: int | None = None
-    """The value is the first value_dim numbers of the key. Both caches are the same tensor."""
+    """If set, a value is the first value_dim elements of its key, and both caches are the same tensor."""
     has_chunked_window: bool = False
-    """Windows start at multiples of their size (Llama 4, 2025)."""
+    """If True, windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
-        """May be below 0. position: number or tensor."""
+        """Return the first key in the window of a query at `position`, a number or tensor. May be below 0."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """None, which is faster, if the window hides no key in contexts of up to `longest` tokens. Deterministic
-        backends must not call it, because `longest` depends on the batch.
+        """Return the window, or None, which is faster, if it hides no key in contexts of up to `longest` tokens.
+        Deterministic backends must not call this method, because `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

@@ -30,7 +30,7 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Fastest first, by device and major compute capability. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
+"""Backends by device and major compute capability, fastest first. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
 reference is the last resort.
 """
 
@@ -69,7 +69,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device."""
+"""Returns why a backend cannot compute on the device, or None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class AttentionRequirements:
     latents: bool = False
     chunks: bool = False
     kv_dtype: dtype | None = None
-    """None: the model's dtype."""
+    """None means the model's dtype."""
     ranks: int = 1
 
 
@@ -132,10 +132,11 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """A fast backend must pass the first trial, or the next one if none does.
+    """Return the first preferred backend that passes a trial, and a text for the log. Later trials are tried only if no
+    preferred backend passes the earlier ones. The reference must pass only the last.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
-    if none passes any.
+    if no backend passes a trial.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
@@ -159,7 +160,9 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """None if unsupported. memory: bytes for the most used experts. Raises OSError."""
+    """Create experts whose weights are in a file in `folder`. Returns None if the backend does not support this. memory
+    is the number of bytes for the most used experts. Raises OSError.
+    """
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -169,7 +172,9 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """None if unsupported. Raises OSError."""
+    """Create a streamer of layers in a file in `folder`. Returns None if the backend does not support this. Raises
+    OSError.
+    """
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

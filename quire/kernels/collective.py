@@ -12,8 +12,9 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """All ranks call the same methods in the same order, with equally many rows. A row's bits do not depend on other
-    rows. Methods raise RankEnded. Ranks need a store for methods that raise NotImplementedError here.
+    """Communication between ranks. All ranks call the same methods in the same order, with the same number of rows. A
+    row's bits do not depend on other rows. Methods raise RankEnded. Only ranks that share a torch.distributed store
+    implement the methods that raise NotImplementedError here.
     """
 
     rank: int
@@ -21,34 +22,40 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, with the same bits on each. May overwrite x."""
+        """Return the sum of x over ranks, with the same bits on each rank. May overwrite x."""
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Concatenate [R, widths[rank]] float32 on the first rank. Others return x, or the same result."""
+        """Concatenate all ranks' x [R, widths[rank]] float32 on the first rank. Other ranks get their own x, or the
+        same result.
+        """
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
         """Return the first rank's x. May overwrite x."""
 
     def raise_if_failed(self) -> None:
-        """Call after a step. Raises RankEnded if a sum is missing and results are therefore invalid."""
+        """Raise RankEnded if a sum is missing and results are therefore invalid. Call this after each step."""
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x: [ranks, *x.shape]."""
+        """Return all ranks' x: [ranks, *x.shape]."""
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds one item for each rank. Returns this rank's items, in rank order."""
+        """x [ranks, ...] has one item for each rank. Returns the items for this rank, in the order of their senders."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """The same answer on all ranks. The host waits."""
+        """Return True on all ranks if `succeeded` is True on all of them, otherwise False. The host waits for the
+        device.
+        """
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Within this context, methods return the right shapes without other ranks, for `dry_run_for_variants`."""
+        """Within this context, methods return tensors of the right shapes without communication, for
+        `dry_run_for_variants`.
+        """
         raise NotImplementedError
 
     @abstractmethod

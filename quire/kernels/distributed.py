@@ -18,14 +18,14 @@ from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
 _TIMEOUT = timedelta(minutes=10)
-"""Other mechanisms notice earlier that a rank has ended."""
+"""A last resort. Other mechanisms notice earlier that a rank has ended."""
 
 
 class SmallAllReduce(Protocol):
     """Sums small tensors outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Same answer on all ranks."""
+        """Return the same answer on all ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Like `Collective.all_reduce`, but never changes x."""
@@ -38,8 +38,8 @@ class SmallAllReduce(Protocol):
 
 
 class DistributedCollective(Collective):
-    """All ranks get the result of `gather_columns`. On GPUs CUDA graphs can record every call, and the host never
-    waits.
+    """Collectives of a torch.distributed process group. All ranks get the result of `gather_columns`. On GPUs, CUDA
+    graphs can record every call, and the host waits only in `all_ranks_succeeded`.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """`join` creates the group at the first call, so that other ranks do not wait for one that failed earlier. The
-        group's timeout limits all waits.
+        """`join` creates the group. It is called at the first collective call, so that other ranks do not wait for a
+        rank that failed before. The group's timeout limits all waits.
 
-        With `in_order`, sums are in float32 and rank order. Otherwise an all-reduce adds, which is faster from three
-        ranks up. NCCL gives all ranks the same bits, but its order depends on x's size and on the place in x
-        (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
+        With `in_order`, sums are computed in float32 and rank order. Otherwise the group's all-reduce computes them,
+        which is faster from three ranks on. NCCL gives all ranks the same bits, but its order of summation depends on
+        x's size and on the position in x (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue
+        1497).
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce
@@ -126,7 +127,7 @@ class DistributedCollective(Collective):
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
-        """x must be contiguous. Raises RankEnded."""
+        """Fill x, which must be contiguous. Raises RankEnded."""
         self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
     def raise_if_failed(self) -> None:
@@ -153,13 +154,13 @@ class DistributedCollective(Collective):
             if self._group is None:
                 self._group = self._join()
                 self._small_all_reduce = None if self._make_small_all_reduce is None else self._make_small_all_reduce()
-                if self._closed.is_set():  # by another thread, before these existed
+                if self._closed.is_set():  # another thread closed it before the group existed
                     raise RankEnded
             if begin is not None:
                 begin().wait()  # on a GPU only the stream waits
         except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
-                raise  # this rank's own failure: when another rank ends, NCCL waits until it is aborted
+                raise  # this rank failed; if another rank had ended, NCCL would wait until it is aborted
             raise RankEnded from error
 
 
@@ -173,7 +174,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """one_shot: on GPUs of one machine, sum small tensors with our own kernel if possible."""
+    """If one_shot, GPUs of one machine sum small tensors with our own kernel if possible."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

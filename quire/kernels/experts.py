@@ -37,7 +37,9 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """For router input [T, hidden]: experts [T, top_k] int64, their weights, number of experts on all ranks."""
+    """Return for router input [T, hidden] the chosen experts [T, top_k] int64, their weights, and the number of experts
+    on all ranks.
+    """
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     return (*choose_experts(scores, experts), scores.shape[1])
 
@@ -55,4 +57,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Create the MoE before `finish_loading`, which also raises ValueError if the memory holds less than one expert."""
+    """Experts in a file on disk. Create all MoEs before calling `finish_loading`, which also raises ValueError if the
+    memory holds less than one expert.
+    """

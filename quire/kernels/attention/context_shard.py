@@ -8,8 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """One rank's tokens under decode context parallelism. Each rank has `tokens_per_page` tokens of a block, in rank
-    order.
+    """The tokens that one rank stores under decode context parallelism. Of each block, every rank stores
+    `tokens_per_page` consecutive tokens, in rank order.
     """
 
     rank: int
@@ -37,7 +37,9 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """For pages and positions [.., T] int64. Does not wait for the device."""
+        """Return the cache slots of `positions` in `pages`, both [.., T] int64. Other ranks' tokens get `remote_slot`.
+        The host does not wait for the device.
+        """
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places
         return (

@@ -1,5 +1,5 @@
-"""Online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed, so a row's bits do not depend
-on the batch.
+"""Attention with an online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed, so a row's
+bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ class PartialSoftmax(NamedTuple):
     """T tokens, H heads; float32, or float64 if q is float64."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
-    max_scores: Tensor  # [T, H]; -inf: no key was seen
+    max_scores: Tensor  # [T, H]; -inf if no key was seen
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """[T, H, V]."""
+        """Return the attention output [T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
         return self.weighted_values / totals[:, :, None]
 
     def to_packed_tensor(self) -> Tensor:
-        """[T, H, V + 2]: weighted values, maximum in base 2, sum."""
+        """Return [T, H, V + 2]: the weighted values, the maximum score times log2(e), the sum."""
         return torch.cat((self.weighted_values, (self.max_scores * LOG2E)[:, :, None], self.exp_sums[:, :, None]), 2)
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge [ranks, T, H, V + 2] to [T, H, V]. Each row must have seen a key."""
+    """Merge the packed sums of all ranks, [ranks, T, H, V + 2], to [T, H, V]. Each row must have seen a key on some
+    rank.
+    """
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]
@@ -51,7 +53,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
         keep, add = (
             torch.exp(merged_softmax.max_scores - anchor),
             torch.exp(part.max_scores - anchor),
-        )  # exp2's bits depend on an element's position
+        )  # not exp2, whose bits depend on an element's position
         weighted = merged_softmax.weighted_values * keep[:, :, None] + part.weighted_values * add[:, :, None]
         merged_softmax = PartialSoftmax(weighted, top, merged_softmax.exp_sums * keep + part.exp_sums * add)
     return merged_softmax.normalize(sinks)
@@ -65,7 +67,9 @@ def compute_partial_softmax(
     shard: ContextShard,
     selected: Tensor | None = None,
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Leaves out sinks. `selected`: see Operations.select_keys; None: all keys."""
+    """q is [T, H, D]. The sums exclude sinks. `selected` is a result of Operations.select_keys. If it is None, no key
+    is left out.
+    """
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -79,7 +83,7 @@ def compute_partial_softmax(
         k = _read_cache_pages(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
         value_scale = softmax.kv_scales.value if softmax.value_dim is None else softmax.kv_scales.key
         v = _read_cache_pages(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
-        if softmax.window is not None:  # earlier pages may hold NaN, which a weight of 0 does not cancel
+        if softmax.window is not None:  # pages before the window may hold NaN, which a weight of 0 does not cancel
             unseen = shard.num_local_tokens_before(
                 max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0)
             )
@@ -110,7 +114,9 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Up to QUERY_TILE rows over tiles of `shard`'s keys. unselected [rows, keys]: hidden keys."""
+    """Attend from up to QUERY_TILE query rows to the keys of `shard`, tile by tile. unselected [rows, keys] marks keys
+    to hide.
+    """
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -157,19 +163,21 @@ def _attend_query_tile(
 
 
 def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
-    """[rows, keys] of bool for `selected` [rows, top_k], which ends with -1 if there are fewer keys."""
+    """Return [rows, keys] bool, True for keys that are not in `selected` [rows, top_k]. A row of `selected` ends with
+    -1 if there are fewer keys.
+    """
     mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
     return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
-    """[kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
+    """Convert [kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias as [kv_heads, group * rows, keys] for distances [group * rows, keys]. Each query
-    head has `rows` rows.
+    """Look up AttentionParams.relative_bias for distances [group * rows, keys]. Returns [kv_heads, group * rows, keys].
+    Each query head has `rows` rows.
     """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)

@@ -1,6 +1,6 @@
-"""C++ kernels for float32 and bfloat16. The reference computes other dtypes, except KV, which has its own layout and
-raises TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call takes a few microseconds
-of Python, so create only tensors that are returned.
+"""The CPU backend: C++ kernels for float32 and bfloat16. The reference computes other dtypes, except operations on the
+KV cache, which raise TypeError because the cache has its own layout. add_* and mul_by_column_slice work in place on
+contiguous arguments. A call takes a few microseconds of Python, so methods create only the tensors that they return.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Tokens of a block, and of the tiles that attention merges in order."""
+"""Tokens of a block, and tokens of the tiles that attention merges in order."""
 _MAX_VOCAB = 2**19
-"""Above this size the reference samples."""
+"""From this vocabulary size on, the reference samples."""
 
 
 class CpuBackend(CpuLinearBackend):
@@ -56,7 +56,9 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
-        """`library`: None loads the one for this CPU's instruction set. `activation_bits`: see quantized_linear.py."""
+        """If `library` is None, the library for this CPU's instruction set is loaded. For `activation_bits` see
+        quantized_linear.py.
+        """
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)
@@ -90,8 +92,8 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized); under decode context
-        parallelism [blocks, pieces of 16 tokens, kv_heads, ...].
+        """Return [blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized), or [blocks, pieces of
+        16 tokens, kv_heads, ...] under decode context parallelism.
         """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
             raise TypeError(
@@ -240,7 +242,7 @@ class CpuBackend(CpuLinearBackend):
         return lora.CompiledLinearWithLora(self.library, linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """About thirty times as fast as PyTorch."""
+        """Fit in C++, about thirty times as fast as in PyTorch."""
         if groups.device.type != "cpu":
             return super().fit_int4(groups, zero_points=zero_points)
         groups = (groups if groups.dtype in self.library.fit_int4 else groups.float()).contiguous()

@@ -1,8 +1,8 @@
 """Compiles the C++ kernels into `<set>.so`, one library per instruction set.
 
-`python build.py` builds the plain set and this machine's best, `python build.py all` all sets. g++ (or $CXX) needs no
-headers of Python or PyTorch, so one wheel serves all their versions. Imports only the standard library, because it runs
-inside pip's build.
+`python build.py` builds the plain set and this machine's best, `python build.py all` builds all sets. g++ (or $CXX)
+needs no headers of Python or PyTorch, so one wheel serves all their versions. This file imports only the standard
+library, because it runs inside pip's build.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
-    """First words of the command; None if there is no compiler."""
+    """Return the first words of the compiler's command, or None if there is no compiler."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
@@ -74,8 +74,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Returns the compiler's output by failed instruction set. Deletes outdated libraries of other sets. A concurrent
-    build waits.
+    """Build the missing and outdated libraries of `isas`. Returns the compiler's error output for each instruction set
+    that failed. Deletes outdated libraries of other sets. A concurrent build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

@@ -36,21 +36,21 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations on contiguous tensors, or on placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
-    ValueError for unsupported arguments.
+    """Turns operations into kernel calls, on contiguous tensors or on placeholders. x is [T, ...] in a kernel dtype.
+    Raises TypeError or ValueError for unsupported arguments.
     """
 
     @abstractmethod
     def empty_like(self, x: Any) -> Any:
-        """Uninitialized."""
+        """Return an uninitialized tensor like x."""
 
     @abstractmethod
     def empty_half_width(self, x: Any) -> Any:
-        """Uninitialized."""
+        """Return an uninitialized tensor half as wide as x."""
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:
-        """Uninitialized [T, *shape]. dtype None: x's."""
+        """Return an uninitialized [T, *shape]. If dtype is None, x's dtype is used."""
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
@@ -58,26 +58,26 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
-        """Rows along x's last axis, and their width."""
+        """Return the number of rows along x's last axis, and their width."""
 
     @abstractmethod
     def num_tokens_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
     def token_width_argument(self, x: Any) -> Any:
-        """Numbers per token."""
+        """Return the number of elements per token."""
 
     @abstractmethod
     def num_elements_argument(self, x: Any) -> Any:
-        """Numbers in x."""
+        """Return the number of elements in x."""
 
     @abstractmethod
     def step_inputs(self, metadata: Any) -> StepInputs: ...
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """The last argument must be the number of threads. If the kernel fails, raises IndexError with error_message,
-        or RankEnded.
+        """Call a kernel with `arguments` and the number of threads. Returns `result`. If the kernel fails, raises
+        IndexError with error_message, or RankEnded.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -408,5 +408,5 @@ def _cache_page_strides(kernel_caches: tuple[Tensor, Tensor, Any]) -> tuple[int,
 
 
 def _window_or_negative_chunk(softmax: AttentionParams) -> int:
-    """As in kernels/cpu/attention_tile.h: 0 is no window, negative is chunked."""
+    """Encode the window as attention_tile.h expects it: 0 for no window, negative for a chunked window."""
     return (softmax.window or 0) * (-1 if softmax.has_chunked_window else 1)

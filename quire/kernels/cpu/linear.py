@@ -10,12 +10,12 @@ from quire.kernels.cpu import native_library
 
 
 class CompiledLinearBase:
-    """A subclass must keep the memory that `native` points to."""
+    """A linear of the C++ kernels. A subclass must keep alive the memory that `native` points to."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
     ) -> None:
-        """`dtype`: type of x, and of the result unless `linear.wide` (float32)."""
+        """`dtype` is the type of x. The result has it too, or is float32 if `linear.wide`."""
         self.native = linear
         self.out_features, self.in_features = linear.outs, linear.in_
         self.dtype = dtype
@@ -24,8 +24,8 @@ class CompiledLinearBase:
         self._pointer = ctypes.addressof(linear)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
-        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the kernel's
-        copy.
+        """Return the packed weights, each with the address of the kernel's pointer to them. `struct` is `native` or the
+        kernel's copy of it.
         """
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
-    """Weights have the dtype of x."""
+    """A linear whose weights are not quantized. They have the dtype of x."""
 
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool

@@ -60,7 +60,7 @@ class CompiledLinearWithLora(LinearWithLora):
 
 
 def _pack_panels(weight: Tensor, together: int = 1) -> Tensor:
-    """[outs, inner] to [outs / 16, inner / together, 16, together], zero-padded."""
+    """Reorder [outs, inner] to [outs / 16, inner / together, 16, together], zero-padded."""
     outs, inner = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outs % 16))
     return padded.view(-1, 16, inner // together, together).transpose(1, 2).contiguous()

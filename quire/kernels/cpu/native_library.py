@@ -141,7 +141,7 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
-    """None if the cache has the kernel's dtype."""
+    """Return None if the cache has the kernel's dtype and so is not quantized."""
     format_number = _KV_FORMATS.get(cache.dtype)
     return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
 
@@ -157,7 +157,7 @@ def to_ctypes(argument: Any) -> Any:
 
 
 def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
-    """Row stride, and column for distance 0, of AttentionParams.relative_bias. Raises TypeError."""
+    """Return the row stride of AttentionParams.relative_bias, and the column for distance 0. Raises TypeError."""
     if bias is None:
         return 0, 0
     if bias.dtype != torch.float32 or not bias.is_contiguous():
@@ -192,7 +192,7 @@ class WeightArena:
         self._free_bytes = torch.empty(0, dtype=torch.uint8)
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8, aligned to 64 bytes, uninitialized."""
+        """Return [size] uint8, aligned to 64 bytes, uninitialized."""
         rounded = -(-size // 64) * 64
         if rounded > len(self._free_bytes):
             self._free_bytes = _map_huge_pages(max(_CHUNK_BYTES, -(-rounded // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES))
@@ -283,7 +283,7 @@ SIGNATURES = {
     "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
-"""Kernels that exist once per dtype."""
+"""Argument types of the kernels that exist once per dtype."""
 _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
@@ -295,7 +295,9 @@ _UNTYPED_SIGNATURES = {
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
     "share_rank": [*[_POINTER] * 2, _LONG],
 }
-"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: unsupported, or no smaller (compress12.h)."""
+"""compressed_size returns the bytes of a compressed bfloat16 matrix, or 0 if compression is unsupported or makes it no
+smaller (compress12.h).
+"""
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -333,7 +335,7 @@ class NativeLibrary:
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """Or why there is none, in one line."""
+    """Return the best library for this CPU, or why none can be loaded, in one line."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
@@ -343,8 +345,8 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Built and supported by this CPU, best last. QUIRE_CPU_ISA sets the last. Raises ValueError if that is
-    unusable.
+    """Return the instruction sets that are built and that this CPU supports, best last. QUIRE_CPU_ISA names the last
+    one to return. Raises ValueError if that one is unusable.
     """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
@@ -361,7 +363,7 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """None unless this CPU's best library is missing."""
+    """Return this CPU's best instruction set if its library is missing, otherwise None."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
@@ -372,6 +374,6 @@ def is_amx_refused() -> bool:
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Needs the plain library."""
+    """Return what this CPU supports, best last. Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -1,4 +1,4 @@
-"""GPU library errors as one sentence with a remedy."""
+"""Describes errors of GPU libraries in one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 _SOURCE_LOCATION = re.compile(r"at \d+:\d+:$")
-"""First line of a Triton compiler error. The message is last."""
+"""Matches the first line of a Triton compiler error. The message is in the last line."""
 _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
 def describe_compiler_error(error: BaseException) -> str | None:
-    """Why Triton cannot compile C launchers; None for other errors."""
+    """Return why Triton cannot compile its C launchers, or None for other errors."""
     if "Failed to find C compiler" in str(error):  # triton/runtime/build.py
         return (
             "Triton needs a C compiler to start its kernels and finds none: "
@@ -37,7 +37,9 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """True if a kernel does not compile or exceeds the GPU's resources. Triton's errors have no common base class."""
+    """Return True for errors of kernels that do not compile or that exceed the GPU's resources. Triton's errors have no
+    common base class.
+    """
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 

@@ -12,7 +12,7 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One copy for all arrays, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
+    """Upload all arrays in one copy, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     size = _end_offsets(arrays)[-1]
@@ -35,7 +35,7 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
 
 
 def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
-    """Each array starts at a multiple of 16 bytes."""
+    """Copy the arrays to `staged`. Each starts at a multiple of 16 bytes."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -43,7 +43,7 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Views of `pack_arrays_into`'s bytes."""
+    """Return views of the bytes that `pack_arrays_into` has written for these arrays."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -61,7 +61,7 @@ def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class HostDownload:
-    """Copies on a side stream, so later computations do not wait."""
+    """Copies tensors to the host on a side stream, so that later computations do not wait."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Without a stream (not on CUDA), `wait_for_copy` copies."""

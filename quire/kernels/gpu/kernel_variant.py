@@ -1,5 +1,5 @@
-"""Triton kernel variants. The first launch of each takes seconds to compile. Another process may compile variants into
-Triton's cache.
+"""Triton kernel variants. The first launch of a variant compiles it, which takes seconds. Another process may compile
+variants into Triton's cache before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
-        """Empty file, written after compiling."""
+        """Path of an empty file that is written after compiling."""
         digest_fields = (
             self.module,
             self.name,
@@ -46,7 +46,7 @@ class KernelVariant:
         return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(digest_fields).encode()).hexdigest())
 
     def compile_variant(self) -> None:
-        """Needs no GPU (`set_compile_target`). Raises Triton's errors."""
+        """Compile the variant, which needs no GPU (`set_compile_target`). Raises Triton's errors."""
         self.kernel.preload(self.specialization)
         self.marker_path.parent.mkdir(parents=True, exist_ok=True)
         self.marker_path.touch()
@@ -76,12 +76,14 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """Call in a process without a GPU that launches no kernels."""
+    """Make Triton compile for `target`. Call this in a process that has no GPU and launches no kernels."""
     driver.set_active(CompileOnlyDriver(target))
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Variants that this process has not compiled. Launches nothing. No other thread may launch kernels meanwhile."""
+    """Return the variants that `function` uses and that this process has not compiled. Launches nothing. No other
+    thread may launch kernels meanwhile.
+    """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
 

@@ -14,7 +14,7 @@ NOUNS = sorted(CLASS_OF)
 
 Chat = list[dict[str, str]]
 TALES = 0.75
-"""Share of stories from plots; the others come from books."""
+"""Share of stories that are made from plots.json. The others come from books."""
 
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "—": "--", "–": "-", "…": "..."})
 _BACK_MATTER = re.compile(
@@ -49,7 +49,7 @@ _NOUN = re.compile(r"\b(" + "|".join(sorted(_SINGULAR, key=len, reverse=True)) +
 
 
 def clean(raw: str) -> list[str]:
-    """One line per paragraph, without scanning marks and typographic quotes."""
+    """Return the paragraphs without scanning marks and with plain quotes. Only verse keeps its line breaks."""
     text = raw.translate(_QUOTES).replace("\r\n", "\n")
     text = re.sub(r"\[(Illustration|Picture|Footnote|Transcriber)[^\]]*\]", "", text)
     text = re.sub(r"\[\d+\]|\{\d+\}|\*+", "", text)
@@ -76,8 +76,8 @@ def _is_heading(paragraph: str) -> bool:
 
 
 def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
-    """Split at headings and "Once upon a time"; drop contents, prefaces, notes, and stories below `shortest`
-    characters.
+    """Split paragraphs into stories at headings and at openings such as "Once upon a time". Drop tables of contents,
+    prefaces, notes, and stories of fewer than `shortest` characters.
     """
     found: list[list[str]] = []
     current: list[str] = []
@@ -97,7 +97,9 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """Stories by file name, as lists of paragraphs. Raises ValueError without stories."""
+    """Return the stories of each .txt file by file name. A story is a list of paragraphs. Raises ValueError if there
+    are no stories.
+    """
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -105,7 +107,7 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> list[str]:
-    """Raises ValueError for fewer than two books."""
+    """Draw books to hold out, about `share` of all characters. Raises ValueError for fewer than two books."""
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
     if len(books) < 2:
@@ -119,7 +121,9 @@ def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: 
 
 
 def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
-    """Remove paragraphs that share 10 consecutive words with a held-out book: tales are printed twice."""
+    """Return the other books' stories without paragraphs that share 10 consecutive words with a held-out book, because
+    many tales are printed in several books.
+    """
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []
     for name in sorted(set(books) - set(held)):
@@ -136,7 +140,9 @@ def _word_runs(text: str, length: int = 10) -> list[int]:
 
 
 def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]]:
-    """By noun: up to 1,900 characters, with the noun in the first 160 and three times in the first 1,200."""
+    """Return passages by noun. A passage has up to 1,900 characters, with the noun in the first 160 and at least three
+    times in the first 1,200.
+    """
     found: dict[str, list[str]] = {noun: [] for noun in NOUNS}
     for story in train:
         for start, paragraph in enumerate(story):
@@ -158,13 +164,13 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
 
 
 def cut(text: str, limit: int) -> str:
-    """Ends with a sentence, at most `limit` characters."""
+    """Shorten to at most `limit` characters, after the end of a sentence if there is one."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
-    """Keeps capitals and adapts "a" and "an"."""
+    """Replace the noun and its plural. Keeps capitals and adapts "a" and "an"."""
 
     def put(match: re.Match) -> str:
         lead, word = match.group(1) or "", match.group(2)
@@ -177,7 +183,7 @@ def swap_noun(text: str, old: str, new: str) -> str:
 
 
 def _opening(noun: str, phrase: str, rng: random.Random, name: str | None) -> str:
-    """`phrase`: the noun, maybe with an adjective."""
+    """`phrase` is the noun, maybe with an adjective."""
     who = f"{article(phrase)} named {name}" if name else article(phrase)
     living = CLASS_OF[noun] != "thing"
     form = rng.choice(WORDS["openings"] + WORDS["openings_living"] if living else WORDS["openings"])
@@ -191,7 +197,9 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """In a third of the stories, another noun of its class replaces the noun, so the model learns to copy it."""
+    """In 15 % of the stories about things and 45 % of the others, another noun of the same class replaces the story's
+    noun, so that the model learns to copy the noun of the request.
+    """
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
     start = bool(_STORY_START.match(text))
@@ -260,7 +268,9 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """`*.jsonl` files have fields "question" and "answer". Each question gets a paragraph that contains the answer."""
+    """Read questions from `*.jsonl` files with the fields "question" and "answer". Each request quotes a paragraph that
+    contains the answer. Questions without such a paragraph are dropped.
+    """
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]
     for index, paragraph in enumerate(texts):

@@ -24,7 +24,7 @@ def tale(
     name: str | None = None,
     friend: str | None = None,
 ) -> str:
-    """`kinds`: animal, man, woman or thing, by noun."""
+    """`kinds` maps each noun to animal, man, woman or thing."""
     kind = "living" if kinds[noun] != "thing" else "thing"
     plots = PLOTS[kind] if kind == "living" or noun in PLOTS["portable"] else PLOTS[kind][-1:]
     living = [each for each, its in kinds.items() if its != "thing" and each not in (noun, *PLOTS["foes"])]

@@ -35,8 +35,9 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """Ends when the share `until` of the budget is used. A step has `rows` rows of `length` tokens. A row holds heads
-    of chats with probability `heads`, chats with probability `chats`, otherwise plain text.
+    """A part of training, which ends when the share `until` of the budget is used. A step has `rows` rows of `length`
+    tokens. A row has the starts of chats (see HEAD) with probability `heads`, whole chats with probability `chats`, and
+    otherwise plain text.
     """
 
     until: float
@@ -52,11 +53,11 @@ SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 STAGES = (Stage(0.45, 256, 24, 0.20, 0.08), Stage(0.94, 512, 12, 0.30, 0.05), Stage(1.0, 2048, 3, 0.40, 0.05))
 PLAIN_TALES = 5000  # made-up tales among the plain texts
 HEAD = 48  # tokens: the request and the first words of the answer
-MICRO_TOKENS = 1024  # per pass; a step has at least as many passes as threads
+MICRO_TOKENS = 1024  # per forward and backward pass; threads share the passes of a step
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Decodes any string exactly. Special tokens have ids 0, 1, 2."""
+    """The tokenizer can encode and restore any string exactly. Its special tokens have ids 0, 1 and 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,7 +76,7 @@ def render(chat: Chat) -> str:
 
 
 class Windows:
-    """Endless, over shuffled documents, each followed by token 0."""
+    """An endless stream of token windows over shuffled documents. Token 0 follows each document."""
 
     def __init__(self, documents: list[np.ndarray], rng: random.Random) -> None:
         self.documents = documents
@@ -84,7 +85,7 @@ class Windows:
         self.rest = np.empty(0, np.uint16)
 
     def take(self, length: int, aligned: bool) -> np.ndarray:
-        """An aligned window starts with a document."""
+        """Return the next `length` tokens. An aligned window begins with the start of a document."""
         parts, have = ([], 0) if aligned else ([self.rest], len(self.rest))
         while have < length:
             if not self.order:
@@ -102,7 +103,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Data:
-    """`held`: tokens and UTF-8 size by book."""
+    """`held` maps each held-out book to its tokens and its size in UTF-8 bytes."""
 
     tokenizer: Tokenizer
     plain: Windows
@@ -110,8 +111,8 @@ class Data:
     held: dict[str, tuple[np.ndarray, int]]
 
     def batch(self, stage: Stage, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Token and target ids (rows, length). The target is -100 where a cut chat precedes another. Without rows of
-        heads, a small model takes long to learn that the story is about the request.
+        """Return token and target ids (rows, length). The target is -100 where a new chat follows one that was cut
+        short. Without rows of heads, a small model takes long to learn that the story is about the request.
         """
         rows = []
         for _ in range(stage.rows):
@@ -155,7 +156,7 @@ def prepare(args: argparse.Namespace, rng: random.Random) -> Data:
 
 
 def new_model() -> LlamaForCausalLM:
-    """float32, with small initial layer outputs."""
+    """Create a float32 model whose layers initially add little to the residual stream."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -166,7 +167,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token. `tokens` and `targets`: (rows, length)."""
+    """Return the mean loss in nats per token. `tokens` and `targets` are (rows, length)."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -174,7 +175,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
-    """Loss per token over the first `most` windows."""
+    """Return the mean loss per token over the first `most` windows, or over all if `most` is None."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -185,8 +186,8 @@ def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int |
 
 
 def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for layer matrices, AdamW for the rest. Muon takes a tenth of a step, so each thread
-    has its own.
+    """Create Muon (Jordan et al. 2024) for the layers' matrices and AdamW for all other parameters. Muon's update takes
+    a tenth of a step's time, so the matrices are divided among `parts` Muon optimizers, one per thread.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -198,12 +199,16 @@ def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimize
 
 
 def rate(progress: float) -> float:
-    """Warm up for 1 %, hold until 20 %, fall linearly."""
+    """Return the factor of the learning rate. It rises for 1 % of the budget, stays at 1 until 20 %, then falls
+    linearly.
+    """
     return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.8))
 
 
 class Trainer:
-    """Threads compute parts of the batch. Threads inside operations were five times slower on a busy machine."""
+    """Divides each batch among threads. Using the threads inside each operation instead was five times slower on a busy
+    machine.
+    """
 
     def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
         self.model = model
@@ -214,7 +219,7 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
-        """`factor`: learning rate divided by its peak. Returns the loss."""
+        """`factor` is the learning rate divided by its peak. Returns the loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]
@@ -228,7 +233,7 @@ class Trainer:
         return loss
 
     def _enter(self, stage: Stage, tokens: Tensor, targets: Tensor) -> None:
-        """Compiling makes steps a quarter to a half faster."""
+        """Compile the model for the stage's shapes, which makes steps a quarter to a half faster."""
         self.stage = stage
         # Measured on a CPU: up to 512 tokens, eager attention is up to twice as fast as fused.
         self.model.set_attn_implementation("eager" if stage.length <= 512 else "sdpa")
@@ -245,7 +250,7 @@ class Trainer:
 
 
 def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[float, int]:
-    """Returns (minutes, tokens seen)."""
+    """Train until the budget is used or a signal arrives. Returns (minutes, tokens seen)."""
     rng = random.Random(args.seed + 1)
     stop = []
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -276,14 +281,14 @@ def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[
 
 
 def _replace(path: Path, text: str) -> None:
-    """Atomic write."""
+    """Write the file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, "utf-8")
     os.replace(part, path)
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """bf16, transformers' names."""
+    """Save the weights in bf16, with transformers' names."""
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     part = out / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
@@ -311,7 +316,7 @@ def save_settings(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, out: Path) -> None:
-    """Rounds the weights to bf16 in place, then evaluates them."""
+    """Round the weights to bf16 in place, evaluate them, and write the results to the model card."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -331,7 +336,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
-    """Nats per token by window length; bits per byte for the longest."""
+    """Return a row of the results' table: nats per token for each window length, then bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 

@@ -14,7 +14,7 @@ from quire.kernels.routing import MoE, MoEComponents
 
 
 def make_compiled_moe(library: native_library.NativeLibrary, experts: MoEComponents) -> MoE | None:
-    """None if a linear or the routing rule is not compiled."""
+    """Return None if a linear or the routing rule has no compiled kernel."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     if len(ours) < len(linears) or experts.routing.score_function not in COMPILED_SCORE_FUNCTIONS:
@@ -37,7 +37,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """All linears must be compiled and have no adapter slots."""
+    """An MoE that one C++ call computes. All linears must be compiled and have no adapter slots."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class CompiledMoE:
         router: CompiledLinearBase,
         *linears: CompiledLinearBase,
     ) -> None:
-        """linears: all gate_up, then all down, in expert order."""
-        self._experts = experts  # keeps what the pointers below point to alive
+        """`linears` has all gate_up linears, then all down linears, in expert order."""
+        self._experts = experts  # keeps alive the memory that the pointers below point to
         self._dtype, num_experts = linears[0].dtype, len(experts.down)
         self._widths = linears[0].in_features, router.in_features
         self._gate_up, self._down = (
@@ -73,7 +73,7 @@ class CompiledMoE:
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """router_input None: x. Raises TypeError for a wrong shape or dtype."""
+        """If router_input is None, the router reads x. Raises TypeError for a wrong shape or dtype."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):

@@ -1,5 +1,5 @@
-"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, because caching
-does not help when a larger file is read repeatedly.
+"""Layers in a file on disk. A thread reads the next layer while the current one is computed. Reads bypass the page
+cache if possible, because caching does not help when a file larger than the cache is read repeatedly.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Whole pages, for direct I/O."""
+        """Return the bytes of the whole pages that the weights take in the file, because direct I/O reads whole pages.
+        """
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8, page-aligned, with room for kernels to read ahead."""
+        """Return at least `size` bytes of page-aligned memory, with a further page because kernels read ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -138,7 +139,7 @@ class DiskLayerStreamer(LayerStreamer):
             self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Does nothing if the layer is in its slot or being read. Retries a failed read."""
+        """Start reading the layer into its slot, unless it is there or being read. Retries a failed read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

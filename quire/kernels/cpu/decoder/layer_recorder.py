@@ -26,9 +26,9 @@ from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
-"""As in recorded.cpp."""
+"""Kinds of arguments, numbered as in recorded.cpp."""
 _ALIGNMENT = 64
-"""In bytes. Each buffer's part per token is a multiple of it."""
+"""In bytes. A buffer's bytes per token are a multiple of this."""
 
 
 class _UnsupportedOperation(Exception):
@@ -43,7 +43,7 @@ class _StepArgument:
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
-    """Stands for a tensor [T, *shape]."""
+    """A stand-in for a tensor [T, *shape] while layers are recorded."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,11 +72,13 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the first KV cache group's block table. Its slot mapping follows, then other groups'."""
+"""Index of the step value with the first KV cache group's block table. The group's slot mapping follows, then the
+tables and slot mappings of other groups.
+"""
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Raises _UnsupportedOperation."""
+    """Records operations as kernel calls. Raises _UnsupportedOperation for others."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
@@ -85,8 +87,8 @@ class _LayerRecorder(KernelCalls, Operations):
         # Keeps the arguments alive.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
-        self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, and the maximum
+        self._layer_ends = [0]  # index of each layer's first call, then the number of calls
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: current layer, maximum of all layers
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -96,7 +98,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """A layer must return its result in its input's place, so that any range of layers can run."""
+        """Record a layer. Its result must replace its input in memory, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
@@ -199,7 +201,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype None: the model's."""
+        """If dtype is None, the model's dtype is used."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -262,7 +264,7 @@ def record_layers(
     starts: bool,
     groups: int,
 ) -> RecordedLayers | None:
-    """None if a linear, MoE or collective is not compiled."""
+    """Return None if no compiled kernel supports one of the operations."""
     recorder = _LayerRecorder(library, hidden, dtype, groups)
     try:
         for index, layer in enumerate(layers):

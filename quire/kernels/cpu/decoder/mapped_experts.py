@@ -1,4 +1,4 @@
-"""Experts in a mapped file.
+"""Experts in a memory-mapped file.
 
 The OS reads weights when they are used, and drops them when memory is short. The most used experts are copied to pinned
 slots in memory. Bits are the same as with all weights in memory.
@@ -23,11 +23,11 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes per mapping, and the most bytes that loading leaves unwritten."""
+"""Minimum bytes per mapping. Loading writes each mapping to disk before it creates the next."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Applies per rebalance."""
+"""Maximum bytes that one rebalance copies."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert replaces a pinned one that is used less than 1 / this times as often."""
+"""An expert replaces a pinned one if it is used more than this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -40,7 +40,8 @@ class RelocatableWeights(NamedTuple):
 
 
 class ReopenedFile:
-    """A second file descriptor, for direct I/O if the file system allows it. The file may be unnamed."""
+    """A second file descriptor of an open file, for direct I/O if the file system allows it. The file may be unnamed.
+    """
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
@@ -61,7 +62,7 @@ class _FileExtent(NamedTuple):
 
 
 class MappedWeightArena(native_library.WeightArena):
-    """An unnamed file, which is deleted when the process ends."""
+    """Memory for weights in an unnamed file, which is deleted when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if it cannot create a file."""
@@ -71,10 +72,10 @@ class MappedWeightArena(native_library.WeightArena):
         self._chunks: list[tuple[mmap.mmap, int]] = []  # with their file offsets
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """By layer: each expert's weights."""
+        """For each layer, the kernel's struct and each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8 on its own pages. Raises OSError."""
+        """Return [size] uint8 on pages that no other weights use. Raises OSError."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -85,8 +86,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Adds a page for kernels to read ahead. Reserves disk space, because writing to a hole on a full disk would
-        kill the process.
+        """Extend the file by `size` bytes and map them, with a further page because kernels read ahead. Reserves disk
+        space, because writing to a hole on a full disk would kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
@@ -137,7 +138,7 @@ class MappedDiskExperts(DiskExperts):
         """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Rebalances after this many steps."""
+        """Number of steps between rebalances."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -155,7 +156,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """The same number per layer, because use is still unknown."""
+        """Pin the same number of experts per layer, because their use is still unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -184,11 +185,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """Makes the OS drop these pages, for measurements."""
+        """Make the OS drop the pages of all experts, for measurements."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Chooses, for measurements, whether the next layer's experts are prefetched before they are chosen."""
+        """Turn the prefetching of experts that the next layer may choose on, or for measurements off."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -271,7 +272,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Counts reads of this process; 0 if the OS does not report them."""
+    """Return the bytes that this process has read from disks, or 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

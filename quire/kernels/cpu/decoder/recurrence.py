@@ -11,14 +11,14 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 COMPILED_RULES = (DeltaRule, StateSpace, SelectiveScan)
-"""Other rules run on the reference."""
+"""The rules that C++ kernels compute. Other rules run on the reference."""
 
 
 class RecurrenceKernelArguments(NamedTuple):
     kernel: str
     weights: tuple[Tensor | None, ...]
     sizes: tuple[int, int, int, int]
-    """Groups of heads, heads, key and value dimensions."""
+    """Numbers of groups of heads and of heads, key dimension, value dimension."""
     rules: tuple[float, ...]
 
 

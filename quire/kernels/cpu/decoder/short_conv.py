@@ -5,7 +5,7 @@ import torch
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 MAX_CONV_WIDTH = 16
-"""Counts tokens, as in short_conv.cpp."""
+"""In tokens, the same as in short_conv.cpp."""
 
 
 def check_short_conv(conv: ShortConv, columns: ConvStates, dtype: torch.dtype) -> None:

@@ -15,16 +15,16 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_input_order
 
 _MAX_SCALE_BLOCK = 96
-"""Inputs of x per scale, as in quantized.h."""
+"""Maximum inputs of x per scale, the same as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this times the root mean square of all
-blocks' maxima.
+"""Thresholds by `activation_bits`. A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds the
+threshold times the root mean square of the maxima of all the row's blocks.
 """
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
-    """None if the integer kernels cannot fuse them."""
+    """Return the weights, or None if the integer kernels cannot fuse them."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
         has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped
@@ -74,7 +74,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
 
     def look_up_rows(self, ids: Tensor) -> Tensor:
-        """[ids, in] in x's dtype."""
+        """Return dequantized rows [ids, in] in x's dtype."""
         assert len(self._packed) == 1, "a table is one weight"
         ids = ids.long().contiguous()
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
@@ -119,13 +119,13 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _held_bits(weight: GroupedWeight) -> int:
-    """Codes of few values take fewer than 4 bits."""
+    """Return the bits that the kernel stores per code: fewer than 4 if codes have at most 8 values."""
     count = 16 if weight.code_values is None else len(weight.code_values)
     return weight.bits if weight.bits == 8 or count > 8 else 3 if count > 4 else 2
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """The largest number of x's inputs per scale that all groups allow."""
+    """Return the largest number of x's inputs per scale that all groups allow."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group of all inputs, which are padded

@@ -1,4 +1,4 @@
-"""Checks what the C++ kernels of latent attention and key selection assume of their parameters."""
+"""Checks what the C++ kernels of latent attention and key selection assume about their parameters."""
 
 from __future__ import annotations
 

@@ -14,13 +14,15 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 def make_compiled_per_head_linear(
     library: native_library.NativeLibrary, linears: Sequence[Linear], passthrough_dim: int
 ) -> Linear | None:
-    """None if a linear is not compiled."""
+    """Return None if a linear has no compiled kernel."""
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     return CompiledPerHeadLinear(library, ours, passthrough_dim) if len(ours) == len(linears) else None
 
 
 class CompiledPerHeadLinear:
-    """All linears must be compiled, with equal numbers of inputs and of outputs."""
+    """A per-head linear that one C++ call computes. All linears must be compiled, with the same number of inputs and
+    the same number of outputs.
+    """
 
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int

@@ -14,7 +14,7 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """None if the kernel cannot fuse them."""
+    """Return the weights, or None if the kernel cannot fuse them."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -23,7 +23,7 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
 
 
 class Float8Linear(CompiledLinearBase):
-    """float8 weights times unrounded x, as bfloat16 products. `bias` is added in float32."""
+    """Multiplies float8 weights by unrounded x, as bfloat16 products. `bias` is added in float32."""
 
     def __init__(
         self,

@@ -16,9 +16,10 @@ from quire.kernels.cpu import native_library
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
 _MIN_BUFFER_BYTES = 1 << 20
-"""Longer tensors are summed in pieces."""
+"""Minimum bytes of a rank's buffer. Tensors longer than a buffer are summed in pieces."""
 _MAX_SPINS = 2000
-"""About 50 microseconds, longer than ranks with their own cores lag within a step."""
+"""Polls before a waiting rank sleeps: about 50 microseconds, longer than ranks with their own cores lag within a step.
+"""
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:

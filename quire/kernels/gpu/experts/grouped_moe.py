@@ -28,19 +28,19 @@ _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert. Up to the first number tiles are small, above the second large."""
+"""Average rows per expert. Tiles are small up to the first number, and large above the second."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""For 16-bit weights; bytes of shared memory."""
+"""Tiles for 16-bit weights, and the bytes of shared memory that they need."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""For large tiles of quantized weights: most inputs per step, and bytes of shared memory."""
+"""Limits for large tiles of quantized weights: maximum inputs per step, and minimum bytes of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert, read by address instead of copied."""
+    """One linear of every expert. Kernels find the weights through a table of addresses, so nothing is copied."""
 
     parts: list[PackedWeight]
-    """All in one format, which may be 16-bit."""
+    """All parts have one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -48,7 +48,7 @@ class ExpertLinearGroup:
 
     @classmethod
     def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertLinearGroup | None:
-        """None if linears differ or are unsupported."""
+        """Return None if the linears have different formats or are unsupported."""
         packed_parts = [_packed_weight_and_bias(each) for each in linears]
         known = [each for each in packed_parts if each is not None]
         if (
@@ -76,7 +76,9 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """Return [rows, outs]. count: experts on all ranks."""
+        """Return [rows, outs]. count is the number of experts on all ranks. For `order`, `starts` and of_tokens see
+        triton_experts.py.
+        """
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -96,7 +98,9 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums do not depend on other rows. With fixed tiles, neither do its bits."""
+    """An MoE in Triton kernels. The terms of a row's sums do not depend on other rows. With fixed tiles, its bits do
+    not either.
+    """
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -137,13 +141,13 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """None if a linear is unsupported."""
+    """Return None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`route_tokens` with contiguous results and float32 weights. Common routings take one kernel."""
+    """Like `route_tokens`, with contiguous results and float32 weights. One kernel computes common routings."""
     routing = experts.routing
     if routing.score_function not in ("softmax", "sigmoid") or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
@@ -162,7 +166,9 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts for chosen [tokens, top_k] int64, excluding other ranks' rows."""
+    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns their order, and where
+    each expert's rows start.
+    """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
@@ -170,7 +176,7 @@ def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[T
 
 
 def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Valid while the tensors live."""
+    """Return addresses, which are valid while the tensors live."""
     return [[each.data_ptr() for each in row] for row in tensors]
 
 
@@ -186,7 +192,7 @@ def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None
 
 
 def _choose_expert_tiles(rows: int, dtype: torch.dtype, part: PackedWeight, *, fixed: bool) -> MatmulTiles:
-    """rows: per expert. Measured on an H100."""
+    """Choose tiles for the average rows per expert. Measured on an H100."""
     tiles = choose_matmul_tiles(rows, dtype, fixed=fixed, part=part)
     if fixed or rows <= _MAX_SMALL_TILE_ROWS or dtype == torch.float32:
         return tiles

@@ -1,6 +1,8 @@
-"""Kernels for CUDA graphs: the host reads nothing. Without atomics every sum has one order.
+"""MoE kernels. CUDA graphs can record them, because the host reads nothing. There are no atomics, so every sum has one
+order.
 
-Row t * top_k + j is token t with its j-th expert. Consecutive starts [experts + 1] bound an expert's sorted rows.
+Row t * top_k + j is token t with its j-th expert. starts [experts + 1] has each expert's first sorted row, then the end
+of the last expert's rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """Routing without groups. chosen is int64, best first; shares are float32."""
+    """Choose experts without groups. chosen is int64, best first. shares, the experts' weights, are float32."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -32,7 +34,7 @@ def choose_experts(
     wanted = score
     if CORRECTED:
         wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
-    # Integers in the numbers' order: NaN highest, chosen and missing experts lowest.
+    # rank has integers in the numbers' order: NaN highest, chosen and missing experts lowest.
     bits = (wanted + 0.0).to(tl.int32, bitcast=True)
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
@@ -51,7 +53,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stable. This rank has EXPERTS experts from `first` on. order is int32."""
+    """Sort rows by expert, in a stable order. This rank has EXPERTS experts from `first` on. order is int32."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -68,7 +70,7 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row of the tile, end of the expert's rows). Tiles after the last have expert EXPERTS."""
+    """Return (expert, first row of the tile, end of the expert's rows). Tiles after the last have expert EXPERTS."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)
@@ -94,8 +96,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """OF_TOKENS: x [tokens, inner] to sorted out. Otherwise sorted x to out in row order. codes, scales, factors and
-    bias only give types.
+    """If OF_TOKENS, x is [tokens, inner], and out has sorted rows. Otherwise x has sorted rows, and out is in row
+    order. codes, scales, factors and bias only give pointer types, because `table` has the experts' addresses.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -138,7 +140,7 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sums in order of choice, excluding other ranks' experts."""
+    """Sum the outputs of a token's experts in order of choice, without other ranks' experts."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

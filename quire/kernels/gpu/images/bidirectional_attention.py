@@ -1,4 +1,6 @@
-"""scaled_dot_product_attention over KV gathered from pages [token, KV head, head_dim], for images."""
+"""Bidirectional attention for images: scaled_dot_product_attention over KV gathered from pages [token, KV head,
+head_dim].
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
-    """The reference supports everything else."""
+    """Return False for attention that only the reference supports."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None
@@ -27,8 +29,8 @@ def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
 def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """All queries see all keys. With a window, which reaches back from each query, the queries must be the sequence's
-    last tokens. The host waits only if metadata.query_key_lens is empty.
+    """Let all queries see all keys. A window limits how far back a query sees, and requires the queries to be the
+    sequence's last tokens. The host waits only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0
@@ -56,7 +58,7 @@ def attend_bidirectional(
 
 
 def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
-    """Pages before a window may hold NaN, which a weight of 0 does not cancel."""
+    """Zero what no query sees, because pages before a window may hold NaN, which a weight of 0 does not cancel."""
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 

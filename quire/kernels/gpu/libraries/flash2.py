@@ -31,8 +31,8 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one. Full prefills use
-        contiguous copies of the keys, which is faster.
+        """Use the split-KV decode kernel for steps with one query per sequence, and the ragged kernel for others. Full
+        prefills use contiguous copies of the keys, which is faster.
 
         If deterministic, both kernels have one split and the same tiles, aligned to position 0, so they reduce keys in
         one order.
@@ -41,7 +41,7 @@ class Flash2Backend(FlashLibraryBackend):
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,
-            # (left, right), -1: unlimited; our window includes the query, left does not
+            # (left, right); -1 is unlimited; our window includes the query, left does not
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
         }
