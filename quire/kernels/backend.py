@@ -317,8 +317,7 @@ class Operations(ABC):
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return x [T, F] * sigmoid(gate) for gate [T, G]. Each gate covers F / G consecutive columns. May overwrite x.
-        """
+        """Return x [T, F] * sigmoid(gate) for gate [T, G]. A gate covers F / G consecutive columns. May overwrite x."""
 
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
+"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels. A single grid, sized for the
 longest prompt, would be mostly empty.
 """
 
@@ -21,10 +21,10 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """Starts count from the first sequence after the decodes."""
+    """How a mixed batch is divided. query_start and key_start count from the first sequence after the decodes."""
 
     num_decodes: int
-    """Leading sequences with one query: at least one, not all."""
+    """Number of leading sequences with one query: at least one, but not all sequences."""
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
@@ -32,7 +32,9 @@ class PrefillDecodeSplit:
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """counts, contexts [S] int64: queries and keys per sequence. key_start [S + 1]. None if no split is needed."""
+        """counts and contexts [S] int64 are the queries and keys per sequence; key_start is [S + 1]. Returns None if no
+        split is needed.
+        """
         ones = counts == 1
         decodes = len(counts) if ones.all() else int(ones.argmin())
         if not 0 < decodes < len(counts):
@@ -46,8 +48,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """The parts hold only what attention needs, in every KV cache group. query_start, key_start: this split's, on
-        the device.
+        """Return `metadata` with decode_prefill_parts, in every KV cache group. The parts hold only what attention
+        needs. query_start and key_start are this split's arrays, on the device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
@@ -79,7 +81,9 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages are [token, KV head, head_dim]. torch's attention computes lookahead."""
+    """Pages are [token, KV head, head_dim]. Attention with a lookahead uses PyTorch: scaled_dot_product_attention or
+    the reference.
+    """
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -96,13 +100,15 @@ class PagedAttentionBackend(TorchBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """`paged_attention` for a step without parts."""
+        """Like `paged_attention`, for metadata without decode_prefill_parts."""
 
 
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """linear: for all tokens. CUDA graphs can record this."""
+    """Return the metadata of a batch that has the decodes first, then the prompts. `linear` is for all tokens. CUDA
+    graphs can record this call.
+    """
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -159,7 +165,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """q is [T, H, D]."""
+    """Call `attend` for each part of the batch, or once if there are no parts. q is [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

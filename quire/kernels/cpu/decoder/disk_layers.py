@@ -73,8 +73,7 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Return the bytes of the whole pages that the weights take in the file, because direct I/O reads whole pages.
-        """
+        """Return the bytes of the file's pages with the weights, because direct I/O reads whole pages."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:

@@ -27,8 +27,8 @@ class Flash3Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """The host chooses the number of splits by the block table's width. A CUDA graph keeps the number for its
-        longest context.
+        """flash-attn chooses the number of splits on the host by the block table's width. A CUDA graph keeps the number
+        for its longest context.
         """
         window = softmax.window_if_limiting(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
@@ -41,7 +41,7 @@ class Flash3Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right), -1: unlimited; our window includes the query, left does not
+            # (left, right); -1 is unlimited; our window includes the query, left does not
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each else 1,

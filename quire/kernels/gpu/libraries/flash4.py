@@ -19,16 +19,18 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
-"""All versions so far are betas, which pip installs only by name."""
+"""All versions so far are betas, which pip installs only if the requirement names one."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""Without it every start compiles anew. ..._CACHE_DIR names the folder; default is a temporary one."""
+"""Environment variable without which every start compiles anew. FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names the cache's
+folder, which is a temporary one by default.
+"""
 
 
 class Flash4Backend(FlashLibraryBackend):
     name = "flash4"
     block_size = 128
-    """Keys per tile on Blackwell, so that TMA can read pages."""
+    """The number of keys per tile on Blackwell, so that TMA can read pages."""
     package = "flash-attn-4"
     compute_majors = (9, 10)
     batch_variance_reason = "its tiles and splits depend on the batch"
@@ -50,8 +52,8 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Triton computes decodes on Hopper, where splits are unsupported. Without explicit counts flash-attn would
-        choose splits for the whole cache.
+        """Let Triton compute decodes on Hopper, where flash-attn does not support splits. Without `max_seqlen_k`,
+        flash-attn would choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)

@@ -130,12 +130,12 @@ class FlashPagedBackend(PagedAttentionBackend):
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities; (): as flash-attn 2."""
+    """Supported major compute capabilities. () means those of flash-attn 2."""
     batch_variance_reason = ""
-    """Why a row's bits depend on the batch; "" if they do not when deterministic."""
+    """Why a row's bits depend on the batch even if deterministic, or "" if they do not."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
-        """library: the module, or why it is unusable."""
+        """`library` is the module, or text that says why it is unusable."""
         super().__init__(deterministic=deterministic)
         self._missing_reason = library if isinstance(library, str) else None
         self._library = library
@@ -171,7 +171,7 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Keys or values [T, K, D] of the step's tokens."""
+    """Return the keys or values [T, K, D] of the step's tokens."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 
@@ -183,9 +183,10 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """architectures: "sm_90", "compute_120", as in `torch.cuda.get_arch_list`. Machine code (sm) runs on its major
-    version from its minor version on, PTX (compute) on all later versions. Suffix "a": one version only, "f": one major
-    version only.
+    """Return True if code for `architectures` runs on a GPU of `capability`. architectures are names from
+    `torch.cuda.get_arch_list`, such as "sm_90" and "compute_120". Machine code (sm) runs on its major version from its
+    minor version on, PTX (compute) on all later versions. The suffix "a" limits code to one version, "f" to one major
+    version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

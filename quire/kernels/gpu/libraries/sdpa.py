@@ -63,7 +63,7 @@ class SdpaBackend(TorchBackend):
 def _attend_batch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    if metadata.max_query_len == 1:  # reads nothing on the host, for CUDA graphs
+    if metadata.max_query_len == 1:  # the host reads no results, so CUDA graphs can record it
         return _attend_decodes(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
     out = torch.empty_like(q)
     starts = metadata.query_start.tolist()
@@ -79,7 +79,7 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """q [S, H, D] holds the last token of each context."""
+    """q [S, H, D] has the last token of each context."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
@@ -91,7 +91,7 @@ def _attend_decodes(
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
-    """q [T, H, D]: the last T of C tokens; k, v [C, K, D]."""
+    """q [T, H, D] has the last T of C tokens. k and v are [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
     query_positions = keys[len(k) - len(q) :, None]
     seen = keys <= query_positions

@@ -1,4 +1,6 @@
-"""PyTorch's own flash-attn 2. Takes block tables and splits from torch 2.13 on (2.12 rejects them). Has no softcap."""
+"""PyTorch's copy of flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
+softcap.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class TorchVarlenBackend(FlashPagedBackend):
 
         Never splits keys, because with pages and splits PyTorch leaves rows unwritten
         (https://github.com/pytorch/pytorch/issues/194167). Unsplit decodes fill few thread blocks, and a causal window
-        prevents packing of query heads. Triton therefore computes decodes, unless deterministic: a token needs the same
-        bits in a decode and in a prefill chunk.
+        prevents packing of query heads. Triton therefore computes decodes. If deterministic it does not, because a
+        token needs the same bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -67,7 +69,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right), -1: unlimited; our window includes the query, left does not
+            # (left, right); -1 is unlimited; our window includes the query, left does not
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,
@@ -77,7 +79,7 @@ class TorchVarlenBackend(FlashPagedBackend):
 
 
 def _find_varlen_attn() -> Callable[..., Tensor] | None:
-    """None if it takes no block tables."""
+    """Return PyTorch's varlen_attn, or None if it takes no block tables."""
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _MIN_TORCH_VERSION:
         return None
     try:

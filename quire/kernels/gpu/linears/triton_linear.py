@@ -18,7 +18,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""From here on tiles are twice as wide. There are enough to fill the GPU."""
+"""From this many outputs on, tiles are twice as wide, because there are still enough to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -26,7 +26,7 @@ def _linear_kernel(
     x, weight, bias, out, rows, outs, inner,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the same weights are neighbors in the grid, to share the cache."""
+    """Tiles that read the same weights are neighbors in the grid, so that they share the cache."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,7 +54,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """Exposes its weight to the MoE kernel."""
+    """A linear whose unquantized weight the MoE kernel can read."""
 
     weight: Tensor
     """[outs, inner], contiguous."""

@@ -1,6 +1,7 @@
 """LoRA (Hu et al., 2021) for many adapters in a batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
-2023): one kernel shrinks inputs to the rank, another expands them. Rows are sorted by adapter. A tile has one program
-per adapter, which masks other rows. Tiles and splits are fixed, so a row's bits depend only on the row and its adapter.
+2023): one kernel shrinks inputs to the rank, another expands them. Rows are sorted by adapter. A tile of rows has one
+program per adapter, which masks the rows of other adapters. Tiles and splits are fixed, so a row's bits depend only on
+the row and its adapter.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""The tensor cores' minimum. Most adapters have few rows."""
+"""The tensor cores' minimum, because most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Without splits a decode has too few tiles for a GPU."""
+"""Inputs per split. Without splits a decode has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
-"""With 64 float32 ranks per tile the expand kernel spills registers."""
+"""Maximum ranks per tile. With 64 float32 ranks the expand kernel would spill registers."""
 
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """(rows of the tile, mask of rows with its nth adapter, that adapter's slot). Slot 0: no adapter."""
+    """Return (rows of the tile, mask of the rows with the tile's nth adapter, that adapter's slot). Slot 0 means no
+    adapter.
+    """
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -53,8 +56,9 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for ranks of
-    the row's adapter. Grid: tiles * most adapters per tile, parts * blocks of ranks, splits.
+    """Compute middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for
+    ranks of the row's adapter. Grid: tiles * `most` (the maximum of adapters per tile), parts * blocks of ranks,
+    splits.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -86,8 +90,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """up [slots, RANKS * outs]: for each part, [RANKS, its outs]. places [blocks, 4]: part, its first output, its end,
-    the block's first output.
+    """Add the sum of middle's splits times `up` to `out`. up [slots, RANKS * outs] has for each part [RANKS, outputs of
+    the part]. places [blocks, 4] has a block's part, the part's first output and end, and the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -152,7 +156,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Adapters need unrounded x."""
+        """Return the linear's roundings and None, because adapters need unrounded x."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 
@@ -185,7 +189,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """Pinned memory allows asynchronous copies."""
+        """Copy the deltas to pinned memory, which allows asynchronous copies to the GPU."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:
@@ -196,7 +200,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued after running steps. The host does not wait."""
+        """Queue the copies after running steps. The host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

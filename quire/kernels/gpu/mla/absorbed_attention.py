@@ -24,11 +24,11 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys per split, and splits. A multiprocessor runs one program, because tiles of many rows take all its shared
-memory.
+"""Minimum of keys per split, and maximum of splits. A multiprocessor runs one program, because tiles of many rows take
+all its shared memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
-"""(most splits, elements of a row per program, warps). The first that fits is used."""
+"""(maximum splits, elements of a row per program, warps). The first that fits is used."""
 _FIXED_REDUCE_BLOCK = 128
 
 
@@ -41,8 +41,9 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """q [T, H, L + R]; pages [P, page size, 1, L + R], page size a power of two. metadata must have no
-    decode_prefill_parts. fixed, shard: see triton_paged_attention.py.
+    """Attend with absorbed queries q [T, H, L + R] to latents. Pages are [P, page size, 1, L + R], where the page size
+    is a power of two. metadata must have no decode_prefill_parts. For `fixed` and `shard` see
+    triton_paged_attention.py.
     """
     assert softmax.value_dim is not None
     q = q.contiguous()
@@ -99,9 +100,9 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """rows: heads times queries of a sequence; if fixed, heads. coded: quantized pages, which take registers. Measured
-    on an H100 with 16-bit pages. Without hopper (whose wgmma has tiles of 64 rows) tiles fit in a consumer GPU's 99 KB
-    of shared memory.
+    """`rows` is heads times queries of a sequence, or heads if fixed. If `coded`, pages are quantized, and decoding
+    takes registers. Measured on an H100 with 16-bit pages. Hopper's wgmma has tiles of 64 rows. Without `hopper`, tiles
+    fit in a consumer GPU's 99 KB of shared memory.
     """
     if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)

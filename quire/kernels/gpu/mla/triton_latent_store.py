@@ -16,7 +16,9 @@ def rope_and_store_latents(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, ROTATED: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the end of each head of q in place. The program after the last head stores kv [T, L + R]."""
+    """Rotate the last R elements of each head of q in place. One more program per token, after those of the heads,
+    stores kv [T, L + R].
+    """
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)
@@ -34,7 +36,7 @@ def rope_and_store_latents(
         first, second = first * cos - second * sin, second * cos + first * sin
     first, second = first.to(first_raw.dtype), second.to(first_raw.dtype)
     if head < HEADS:
-        tl.debug_barrier()  # all threads read before any writes
+        tl.debug_barrier()  # all threads must have read before any thread writes
         tl.store(turned + i, first, mask=inside)
         tl.store(turned + HALF + i, second, mask=inside)
     else:
@@ -67,7 +69,7 @@ def rope_and_store_latents(
 def rope_and_store_latent_kv(
     q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """q [T, H, any + R] need not be absorbed."""
+    """q is [T, H, any + R], absorbed or not."""
     size, rotated = latent.latent_and_rope_dims
     q, kv = q.contiguous(), kv.contiguous()
     if q.ndim == 2:

@@ -1,5 +1,6 @@
-"""The kernels of triton_attention.py with one key for all heads: L elements, which are also the value, and R rotated
-ones. A tile's rows are (query, head) pairs in q's order, so its size need not be a multiple of the head count.
+"""Variants of triton_attention.py's kernels with one key for all heads: L elements, which are also the value, and R
+rotated elements. A tile's rows are (query, head) pairs in q's order, so its size need not be a multiple of the head
+count.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s, which leaves enough room and needs no host."""
+    """Return the sequence of a tile, and the tile's index in the sequence. Sequence s starts at tile query_start[s] *
+    HEADS // BLOCK_M + s, which leaves enough tiles for each sequence and needs no work on the host.
+    """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -28,7 +31,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """0 outside, where a page may be unwritten."""
+    """Load rows, with 0 for those that are not `inside`, where a page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -37,7 +40,9 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of each key from `begin` to `end`; a scalar if a tile lies in one page."""
+    """Return the page of each key of the tile at `begin`, or a scalar if the tile lies in one page. No key is at or
+    after `end`.
+    """
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -51,7 +56,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to `begin` + BLOCK_N, if before `end`. page: from _load_page_ids."""
+    """Process those of the keys `begin` to `begin` + BLOCK_N that are before `end`. `page` is from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -87,8 +92,9 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Loads page ids one tile ahead, because Triton prefetches latents only if their address does not depend on a load
-    in the same iteration. A separate unmasked loop would cost registers and instruction fetches.
+    """Process keys `begin` to `end`. Loads page ids one tile ahead, because Triton prefetches latents only if their
+    address does not depend on a load in the same iteration. A separate unmasked loop would cost registers and
+    instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -110,8 +116,8 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, q's latent part, q's rotated part, positions, indices in [T * HEADS], mask of real rows, end of the
-    keys).
+    """Return (sequence, q's latent part, q's rotated part, positions, indices in [T * HEADS], mask of real rows, end of
+    the keys).
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
@@ -143,7 +149,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per softmax part; 0: one part."""
+    """SPLIT is the number of keys per partial softmax. With 0 there is only one."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -178,7 +184,7 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A split has up to `length` keys. kept: each row's index in [T * HEADS], and whether it is real."""
+    """A split has up to `length` keys. `kept` has each row's index in [T * HEADS], and whether the row is real."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
@@ -203,7 +209,7 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """LOOPED: a program may have several splits. For one split, a loop would only take registers."""
+    """If LOOPED, a program may have several splits. If each has only one, a loop would only take registers."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

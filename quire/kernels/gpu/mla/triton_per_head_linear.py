@@ -1,4 +1,4 @@
-"""mla/per_head_linear.py in Triton, all heads at once."""
+"""The linear of mla/per_head_linear.py in Triton, with all heads in one launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Minimum for the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
+"""Minimum tokens of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -26,7 +26,7 @@ def multiply_per_head(
     x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each output is one sum in order."""
+    """Each output is a single sum over INNER, in order."""
     m, block = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
     m_inside, k = m < rows, tl.arange(0, BLOCK_K)
     own_x = x + (m.to(tl.int64)[:, None] * BLOCKS + block) * (INNER + PASSED)

@@ -1,4 +1,6 @@
-"""8-bit activations. A trial checks that rounding inside norms and gates gives the same bits as rounding afterwards."""
+"""Rounding of activations to 8 bits. A trial checks that rounding inside norms and gates gives the same bits as
+rounding afterwards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""A block has BLOCK inputs."""
+"""A block has SCALE_BLOCK inputs."""
 _ROW_BLOCK = 4096
 _GATE_BLOCK = 2048
 _TRIAL_SHAPE = (17, 4096)
@@ -30,12 +32,12 @@ class EightBitRounding(ActivationRounding):
     is_integer: bool
     """If False, x is rounded to float8."""
     has_block_scales: bool
-    """One scale per BLOCK inputs of a row, [blocks, rows]. Otherwise [rows]."""
+    """If True, a row has one scale per SCALE_BLOCK inputs, [blocks, rows]. Otherwise it has one scale, [rows]."""
     pair_distance: int
-    """Inputs per step if codes have the order of the weights' words; 0: natural order."""
+    """Inputs per step if codes have the order of the bytes in the weights' words. 0 for natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
-        """x [rows, in]."""
+        """Round x [rows, in]."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
@@ -127,7 +129,9 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """False for narrow rows, which do not fill a norm's block."""
+    """Return whether norms and gates can round x: not if rows are too narrow to fill a norm's block, or if the trial
+    fails.
+    """
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None
@@ -137,7 +141,7 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Why norms and gates cannot round on this GPU, or None. Also logs it."""
+    """Return why norms and gates cannot round on this GPU, or None if they can. The reason is also logged."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

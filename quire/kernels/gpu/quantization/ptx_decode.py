@@ -1,5 +1,5 @@
-"""PTX that decodes low-bit codes two at a time, where Triton's operations take one. Code bits become float bits. One
-multiply-add then gives the exact numbers.
+"""PTX that decodes low-bit codes two at a time. Triton's operations would decode one at a time. The bits of a code
+become bits of a float, from which one multiply-add makes the exact number.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """t * factor + added for the two 16-bit numbers in t. added: literal bits, or a register."""
+    """Return PTX for t * factor + added on the two 16-bit numbers in t. `added` is literal bits or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Floats start at bit `at` of each half of the source. Their value is 2^exponent times that of their bits in the
-    larger type.
+    """Return PTX that decodes the float at bit `at` of each half of the source. Its value is 2^exponent times the value
+    that its bits have in the larger type.
     """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
@@ -51,9 +51,11 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """The part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1)."""
+    """Return PTX that decodes the part-th nibble of both 16-bit words in $1, to integers minus 8, or doubled floats
+    (e2m1).
+    """
     if floats:
-        # e2m1's exponent bias is 1; doubling adds 1.
+        # e2m1's exponent bias is 1, which doubling cancels
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
@@ -63,11 +65,11 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """The part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
+    """Return PTX that decodes the part-th byte of both 16-bit words in $1, from float8 (e4m3) or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
-    elif wide:  # 7 fraction bits: the sign bit makes the subtrahend 256
+    elif wide:  # bfloat16 has 7 fraction bits: the sign bit makes the subtrahend 256
         body = _shift_asm("t", "$1", -8 * part)
         body += f"lop3.b32 u, t, 0x00800080, {_paired_half_literal(0x8000 | magic)}, 0xEA;"
         body += f"lop3.b32 t, t, 0x007F007F, {_paired_half_literal(magic)}, 0xEA;" + _multiply_add_asm(
@@ -91,7 +93,7 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Precomputed text, the only kind that kernels can read."""
+    """Return precomputed text, the only kind that kernels can read."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 

@@ -34,17 +34,17 @@ log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
-"""From here on weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
+"""From this many rows on, weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words; shared memory of three steps with _MAX_SOME_ROWS rows."""
+"""Words per long step, and the shared memory that three of them take with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_STEPS = 4
-"""Each part of a split inner dimension has at least as many steps."""
+"""Minimum steps in each part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Parts share their inputs. Outputs are concatenated."""
+    """A linear of quantized parts, which share their input. Their outputs are concatenated."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. products: PyTorch's products for many rows, by part."""
+        """If `fixed`, the linear is batch-invariant. `products` names, for each part, PyTorch's product for
+        many rows.
+        """
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
@@ -113,7 +115,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """x @ part.T + bias, in `dtype`. out: may be columns of a wider tensor."""
+        """Return x @ part.T + bias in `dtype`. `out` may be columns of a wider tensor."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -140,7 +142,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """How x is rounded if it has many rows; None: not at all."""
+    """Return how x is rounded if it has many rows, or None if it is not."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -152,7 +154,7 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """None if a format is unsupported or fails its trial on this GPU."""
+    """Return None if a format is unsupported or fails its trial on this GPU."""
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:
@@ -194,7 +196,7 @@ def pack_without_trial(
 def pack_quantized_embedding(
     weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
 ) -> QuantizedEmbedding | None:
-    """None as in `pack_quantized`, or if inputs are reordered."""
+    """Return None if `pack_quantized` does, or if inputs are reordered."""
     linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].input_order is not None:
         return None
@@ -203,7 +205,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """True also for Triton's interpreter."""
+    """Return True if the GPU multiplies float8, and for Triton's interpreter."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
@@ -215,8 +217,8 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Returns small tiles for few rows, whose time is that of reading weights. fixed: one size. part: weight to decode.
-    Measured on an H100.
+    """Return small tiles for few rows, because these mostly wait for weights. If `fixed`, tiles do not depend on
+    `rows`. `part` is the weight to decode. Measured on an H100.
     """
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
@@ -237,7 +239,9 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Parts, and words per part, independent of x. Stored sums stay smaller than the weights."""
+    """Return the number of parts of the inner dimension, and the words per part. Both are independent of x. The parts'
+    stored sums stay smaller than the weights.
+    """
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
     count = max(1, min(wanted, steps // _MIN_STEPS, part.words_per_output * part.codes.itemsize // (8 * tiles.block_m)))
@@ -246,7 +250,7 @@ def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[in
 
 
 def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
-    """x [rows, in] @ weight.T + bias into out, columns of a wider tensor."""
+    """Write x [rows, in] @ weight.T + bias to `out`, which may be columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = (
@@ -306,7 +310,7 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[ids, inner]."""
+    """Return dequantized rows [ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

@@ -1,5 +1,5 @@
 """Products for many rows: float8 (torch._scaled_mm), int8 (torch._int_mm or Triton), and 16-bit with dequantized
-weights. Not for --deterministic, because tiles depend on the number of rows.
+weights. They do not serve --deterministic, because their tiles depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
 DEQUANTIZED_BYTES = 128 * 2**20
-"""On an H100 products of many outputs gain more than staying in the L2 cache does."""
+"""Maximum bytes of weights that are dequantized at once. On an H100, products of many outputs gain more than staying in
+the L2 cache does.
+"""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
-"""Above this many rows Triton multiplies int8 if it has at least 1 / share programs per multiprocessor of the GPU."""
+"""Above _MIN_TRITON_ROWS rows, Triton multiplies int8 if it has at least 1 / _MIN_PROGRAM_SHARE programs per
+multiprocessor.
+"""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""For _scaled_mm. _int_mm requires half of it."""
+"""Inputs and outputs must be multiples of this for _scaled_mm, and of half of it for _int_mm."""
 _ROW_MULTIPLE = 4
-"""For _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
+"""Rows must be multiples of this for _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
-"""Relative to float64 with the same codes. The result's dtype has 8 bits."""
+"""Relative to a float64 product of the same codes. A bfloat16 result has 8 significant bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
 
 
@@ -46,7 +50,7 @@ class TorchMatmulKind(StrEnum):
 
 
 def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmulKind | None:
-    """None if no product passes its trial."""
+    """Return PyTorch's product for this weight, or None if there is none or it fails its trial."""
     candidate = _candidate_matmul(part)
     if candidate is None or trial_failure_reason(candidate, dtype, part.codes.device) is not None:
         return None
@@ -69,7 +73,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None if PyTorch's product is right."""
+    """Return why PyTorch's product is wrong or fails, or None if it is right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
@@ -85,7 +89,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
 def _trial_relative_error(
     product: TorchMatmulKind, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
 ) -> float:
-    """inf if a result is NaN."""
+    """Return the relative error, which is inf if a result is NaN."""
     rows, inner, outs = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((rows, inner), generator=generator).to(device, dtype)
@@ -135,7 +139,7 @@ def _trial_relative_error(
 def multiply_rounded(
     part: PackedWeight, product: TorchMatmulKind, x: RoundedActivations, bias: Tensor | None
 ) -> Tensor:
-    """x [rows, in], rounded for `product`, @ weight.T + bias. int8 needs more than 16 rows."""
+    """Return x @ weight.T + bias for x [rows, in], which is rounded for `product`. int8 needs more than 16 rows."""
     if product == TorchMatmulKind.INT8:
         out = torch.empty((len(x), part.out_features), dtype=x.dtype, device=x.device)
         tiles = _INT8_TILES

@@ -1,11 +1,12 @@
 """Products with quantized weights, decoded in registers.
 
 `multiply_weight_only` decodes exactly to x's dtype. Scales and offsets are applied to the float32 sums once per step,
-which lies in one group. Products are weights by x, because 64 outputs fill a tensor core's rows even if x has few.
+because a step lies in one group. The weights are the left operand and x is the right one, because 64 outputs fill a
+tensor core's rows even if x has few.
 
-Few rows fill a GPU only with a split inner dimension (`multiply_split_k`, `reduce_split_k`). NESTED makes the same sums
-in the same order, so with one tile size a row has the same bits in every batch. Integers become floats through their
-bits and one addition, because the GPU converts at an eighth of that rate.
+Few rows fill a GPU only if the inner dimension is split (`multiply_split_k`, `reduce_split_k`). NESTED makes the same
+sums in the same order, so with one tile size a row has the same bits in every batch. Integers become floats by bit
+operations and one addition, because the GPU's conversion has an eighth of the rate.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from quire.kernels.gpu.quantization.ptx_decode import HAS_PTX, byte_decode_asm, 
 from quire.kernels.gpu.triton_kv_quantization import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
-"""int8; float8 bits (both one per byte, or two per 16-bit word); four 4-bit codes per word with the value code - 8;
-four with a value table; numbers of x's dtype; four doubled 4-bit floats (e2m1).
+"""Kinds of weights. INTEGERS is int8 and FLOATS is float8 bits, both one per byte, or two per 16-bit word. NIBBLES is
+four 4-bit codes per word with the value code - 8, TABLE is four codes with a table of values, and NIBBLE_FLOATS is four
+doubled 4-bit floats (e2m1). NUMBERS is numbers of x's dtype.
 """
 
 
@@ -31,7 +33,7 @@ def _codes_per_word(kind: int, bits: int) -> int:
 def _decode_packed_codes(
     codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """LOW and HIGH: a table's 16 values, one byte each."""
+    """LOW and HIGH have a table's 16 values, one byte each."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
     fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
@@ -84,8 +86,8 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """STEP words of each of LINES outputs lie side by side, then the next STEP. Outputs past the last get valid
-    pointers, because reading elsewhere may fault.
+    """Return pointers to the first words of outputs n. STEP words of each of LINES outputs lie side by side, then the
+    next STEP words of each. Outputs past the last get valid pointers, because reading elsewhere may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -98,7 +100,7 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """For outputs n, one scale per part of the step that begins at input `at`."""
+    """Return for outputs n one scale per part of the step that begins at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -122,8 +124,9 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Reads
-    scales one step ahead, because Triton prefetches only dot operands.
+    """Sum the products of words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, the next
+    higher codes are the inputs after those. Scales are read one step ahead, because Triton prefetches only dot
+    operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -188,7 +191,7 @@ def multiply_weight_only(
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    """NESTED: each of a line's `parts` parts of `length` words has its own sum."""
+    """If NESTED, each of the `parts` parts of a line, which have `length` words, gets its own sum."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -234,7 +237,7 @@ def multiply_split_k(
 def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Adds parts in order."""
+    """Add the sums of the parts in order."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -252,7 +255,7 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, inner]: weights of outputs from `first` on. Grid: tiles of outputs, steps of a line."""
+    """Write the weights of outputs from `first` on to out [rows, inner]. Grid: tiles of outputs, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -278,7 +281,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x is codes too. BLOCK_K inputs share a scale, in x and weights."""
+    """x has codes too. In x and in weights, BLOCK_K inputs share a scale."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -306,8 +309,8 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One scale per row, one factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors
-    in the grid, to share the cache.
+    """x has one scale per row, weights have one factor per output. If WHOLE, inner is a multiple of BLOCK_K. TOGETHER
+    row tiles are neighbors in the grid, so that they share the cache.
     """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
@@ -341,7 +344,9 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks of outputs."""
+    """Compute out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks of
+    outputs.
+    """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -358,7 +363,7 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [ids, inner]. STEP: BLOCK_K of the matrix products. Grid: ids, blocks of columns."""
+    """Write rows to out [ids, inner]. STEP is the BLOCK_K of the matrix products. Grid: ids, blocks of columns."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

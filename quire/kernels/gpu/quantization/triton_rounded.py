@@ -1,5 +1,5 @@
-"""x in 8 bits, int8 or float8, rounded alone or by the norm or gate that computes it. Fused kernels round the value
-that they would have stored, so bits are the same.
+"""Kernels that round x to 8 bits (int8 or float8), alone or in the norm or gate that computes x. Fused kernels round
+the value that unfused ones would store, so bits are the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the first has the low bytes, the second the
-    high bytes.
+    """Return where a column's code is stored. Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the
+    first step has the low bytes, the second the high bytes.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -35,7 +35,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """Makes codes at a distance of PAIRED adjacent. The row must hold whole pairs of steps."""
+    """Make codes that are PAIRED columns apart adjacent. The row must hold whole pairs of steps."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
@@ -48,7 +48,7 @@ def _interleave_codes(codes, PAIRED: tl.constexpr):
 def _quantize_and_store_blocks(
     numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """numbers: float32 [BLOCKS, BLOCK] from block `first` on. NaN makes its scale NaN."""
+    """`numbers` are float32 [BLOCKS, BLOCK] from block `first` on. A NaN makes its block's scale NaN."""
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
@@ -96,8 +96,9 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also store to out, unrounded. Stores codes by blocks. In the sum's layout threads would have 16 numbers
-    instead of the norm kernel's 8, which changes the order of the sum.
+    """If WHOLE, also store unrounded results to out. Codes are stored in the layout [BLOCKS, BLOCK]. In the layout of
+    the norm's sum, threads would have 16 numbers instead of the norm kernel's 8, which would change the order of the
+    sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -122,7 +123,7 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [blocks, rows] of the gate's output. Grid: rows, blocks / BLOCKS."""
+    """Compute codes [rows, size] and scales [blocks, rows] of the gate's output. Grid: rows, blocks / BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -137,7 +138,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reads inputs a second time, from the cache."""
+    """Read inputs twice, the second time from the cache, because the scale depends on the whole row."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -11,10 +11,10 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs per product. The largest that divides a group is used."""
+"""Inputs per step. The largest that divides a group is used."""
 SCALE_BLOCK = 128
 INTERLEAVED_OUTPUTS = 64
-"""Outputs whose words lie side by side, one step of each, for contiguous reads."""
+"""Number of outputs whose words lie side by side, one step of each, so that reads are contiguous."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
 """Maximum padding that a longer step may add, as a fraction of a line."""
@@ -31,9 +31,9 @@ class PackedWeight:
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
-    """[groups, outs], multiplied by the factors; None: 1."""
+    """[groups, outs], to be multiplied by the factors. None means 1."""
     offsets: Tensor | None
-    """[groups, outs], multiplied by the factors; None: 0."""
+    """[groups, outs], to be multiplied by the factors. None means 0."""
     group_size: int
     """Inputs per scale. The last group may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
@@ -46,7 +46,7 @@ class PackedWeight:
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Outputs that share a line, in which their steps alternate."""
+    """Number of outputs that share a line, in which their steps alternate."""
 
     @property
     def nbytes(self) -> int:
@@ -70,19 +70,21 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
-        """Inputs per step of words with two 8-bit codes, else 0."""
+        """Inputs per step if words have two 8-bit codes, otherwise 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Missing ones become a tensor that the kernel does not read."""
+        """Return scales and offsets. A missing one is replaced by a tensor that the kernel does not read."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """None if groups are not multiples of a step. 8-bit integers with one scale per output multiply x in 8 bits."""
+    """Return None if groups are not multiples of a step. If weights are 8-bit integers with one scale per output, x is
+    rounded to 8 bits.
+    """
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -107,7 +109,7 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
-    """Such codes need no table: code - 8."""
+    """Shift codes with consecutive values so that the value is code - 8, which needs no table."""
     values = weight.code_values
     if values is None or values != tuple(range(values[0], values[0] + len(values))):
         return weight
@@ -118,8 +120,8 @@ def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """None if a scale's inputs are not multiples of a step. native: the GPU multiplies float8, so x is rounded to
-    float8 if blocks allow.
+    """Return None if the inputs per scale are not multiples of a step. If `native`, the GPU multiplies float8, and x is
+    rounded to float8 if blocks allow.
     """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
@@ -143,8 +145,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """For contiguous reads, which dominate the time of few rows. Zero-pads outputs. Byte codes and weights for
-    PyTorch's products stay unchanged.
+    """Interleave outputs, so that reads, which dominate the time of few rows, are contiguous. Zero-pads outputs. Byte
+    codes and weights for PyTorch's products stay unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -178,8 +180,8 @@ def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """codes: [out, in / 2], even input in the low half. `step` inputs become the lowest 4 bits of `step` words, the
-    next inputs the bits above. Zero-padded.
+    """codes are [out, in / 2], with the even input in the low half. `step` inputs become the lowest 4 bits of `step`
+    words, the next `step` inputs the bits above. Zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
@@ -188,13 +190,13 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step that splits the inputs into whole pairs of steps; otherwise the longest."""
+    """Return the longest step that splits the inputs into whole pairs of steps, or the longest if none does."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """codes: [out, in]. Of two steps the first becomes the low bytes, the second the high bytes. Unchanged if inputs
-    are not a multiple of two steps.
+    """codes are [out, in]. The first of two steps becomes the low bytes of words, the second the high bytes. If inputs
+    are not a multiple of two steps, codes stay unchanged.
     """
     if codes.shape[1] % (2 * step):
         return codes.contiguous()

@@ -1,5 +1,5 @@
-"""Tries each quantized format before packing its first weight. Only this shows whether kernels are right with this
-compiler and GPU.
+"""Tries each quantized format before packing its first weight, because only a trial shows whether kernels are right
+with this compiler and GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative, with x maybe in 8 bits. A float8 significand has 4."""
+"""Maximum relative errors, because x may be rounded to 8 bits. A float8 significand has only 4 bits."""
 
 
 class QuantizedFormat(NamedTuple):
     bits: int
-    """Integer bits; 0: float8."""
+    """Bits of integer codes, or 0 for float8."""
     code_values: tuple[int, ...] | None
     scale_block: tuple[int, int]
-    """(outputs, inputs) per scale; 0: all."""
+    """(outputs, inputs) per scale, or 0 for all."""
     has_offsets: bool
 
 
@@ -63,7 +63,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """None if packed weights multiply correctly, or the format is unsupported."""
+    """Return why packed weights fail, or None if they multiply correctly or the format is unsupported."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)

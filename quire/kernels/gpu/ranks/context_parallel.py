@@ -9,8 +9,8 @@ from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
 def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
-    """q [T, H, any] gives the rows, `values` the elements per head. With a shard, the tensor is for a packed partial
-    softmax.
+    """Allocate a result for the rows of q [T, H, any], with `values` elements per head. With a shard, the tensor is for
+    a packed partial softmax.
     """
     if shard is None:
         return q.new_empty((*q.shape[:2], values))
@@ -18,7 +18,7 @@ def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None
 
 
 def merge_rank_outputs(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Batch-invariant `merge_shard_attention` (kernels/attention/reference_attention.py)."""
+    """Like `merge_shard_attention` (kernels/attention/reference_attention.py), in a batch-invariant kernel."""
     ranks, tokens, heads, width = parts.shape
     out = parts.new_empty((tokens, heads, width - 2), dtype=dtype)
     sizes = (heads, width - 2, next_power_of_2(width - 2), ranks, sinks is not None)
