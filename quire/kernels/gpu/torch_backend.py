@@ -8,8 +8,8 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class TorchBackend(ReferenceBackend):
-    """The reference on a GPU, with Triton where PyTorch does not suffice. Triton is imported when needed, because this
-    takes a second and some platforms lack it.
+    """The reference on a GPU, with Triton where PyTorch does not suffice. Triton is imported only when needed, because
+    the import takes a second and some platforms lack Triton.
     """
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:

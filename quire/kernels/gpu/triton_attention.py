@@ -1,12 +1,12 @@
-"""FlashAttention's tiling (Dao, 2023) over a paged KV cache. Row r of a tile is token r // GROUP, head r % GROUP of a
-KV head. The online softmax runs in base 2.
+"""FlashAttention's tiling (Dao, 2023) over a paged KV cache. Row r of a tile is token r // GROUP with head r % GROUP of
+a KV head. The online softmax runs in base 2.
 
-With fixed splits a row has the same bits from a decode (splits stored, then reduced) and from a prefill (splits merged
-in registers): every multiply-add that a compiler might fuse is an explicit tl.fma, masks change no bits, and unseen
-keys leave sums unchanged.
+With fixed splits, a row has the same bits from a decode (which stores splits, then reduces them) and from a prefill
+(which merges splits in registers). For this, every multiply-add that a compiler might fuse is an explicit tl.fma, masks
+change no bits, and unseen keys leave sums unchanged.
 
-With RANKS, keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result, for
-merge_ranks, is then D weighted values, the maximum in base 2 and the sum.
+If RANKS is not 1, keys are those of this rank, numbered from 0, and PAGE is the rank's share of a page. A row's result,
+which merge_ranks reads, is then D weighted values, the maximum in base 2 and the sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """Sequence s starts at tile query_start[s] // BLOCK_Q + s, which leaves enough room and needs no host."""
+    """Return the sequence of a tile, and the tile's index in the sequence. Sequence s starts at tile query_start[s] //
+    BLOCK_Q + s, which leaves enough tiles for each sequence and needs no work on the host.
+    """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -51,7 +53,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """A part is (maximum in base 2, sum of weights, weighted values)."""
+    """Merge two parts, each (maximum in base 2, sum of weights, weighted values)."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -72,7 +74,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """0 outside, where a page may be unwritten."""
+    """Load rows. If MASKED, those that are not `inside` are 0, because a page may be unwritten there."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -86,7 +88,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """[BLOCK_N] float32: scale of each key or value."""
+    """Return the scale of each key or value, [BLOCK_N] float32."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -95,7 +97,7 @@ def _load_kv_scales(at, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def _first_visible_position(position, window, WINDOWED: tl.constexpr):
-    """WINDOWED: 1 for sliding windows, 2 for chunks."""
+    """WINDOWED is 1 for sliding windows, 2 for chunked windows."""
     return position // window * window if WINDOWED == 2 else position - window + 1
 
 
@@ -105,7 +107,7 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to `begin` + BLOCK_N. MASKED: only those before `end`."""
+    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, only those before `end` that the query sees count."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -157,7 +159,9 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """begin is a multiple of BLOCK_N. Without a window all rows see keys before `full`."""
+    """Process keys `begin` to `end`. begin is a multiple of BLOCK_N. Without a window, all rows see the keys before
+    `full`, which need no mask.
+    """
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)
@@ -183,9 +187,9 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T *
-    HEADS]. filled [BLOCK_M, D_PAD]: mask of real elements. The tile needs keys `begin` to `end`. Every query sees those
-    before `full`, unless a window hides them.
+    """Return (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). `row` has indices in [T *
+    HEADS]. `filled` [BLOCK_M, D_PAD] is a mask of real elements. The tile needs keys `begin` to `end`. Every query sees
+    the keys before `full`, unless a window hides them.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -226,7 +230,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per softmax part; 0: one part."""
+    """SPLIT is the number of keys per partial softmax. With 0 there is only one."""
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -273,8 +277,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per split, counted from position 0; 0: each program has one even split of a tile's keys, maybe empty
-    with maximum -inf.
+    """SPLIT is the number of keys per split, counted from position 0. With 0, each program has one of equal splits of a
+    tile's keys, maybe an empty one with maximum -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
@@ -305,7 +309,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """A rank's row of D + 2 elements: weighted values [D], maximum, sum."""
+    """Store a rank's row of D + 2 elements: weighted values [D], maximum, sum."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -316,7 +320,9 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Reads all splits at once. out [T * HEADS, D], or [T * HEADS, D + 2] with ranks. Grid: T * HEADS, tiles of D."""
+    """Reduce splits, which are read all at once. out is [T * HEADS, D], or [T * HEADS, D + 2] with ranks. Grid: T *
+    HEADS, tiles of D.
+    """
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -343,7 +349,7 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges in key order, as `attend` does."""
+    """Merge splits in the order of keys, as `attend` does."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)
@@ -372,7 +378,7 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D] from parts [RANKS, rows, D + 2]. Rows are T * HEADS. Grid: rows."""
+    """Merge parts [RANKS, rows, D + 2] to out [rows, D]. Rows are T * HEADS. Grid: rows."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

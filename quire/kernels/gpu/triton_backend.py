@@ -71,7 +71,7 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
-        """For a step without parts. shard: see `paged_attention`."""
+        """Compute attention for metadata without decode_prefill_parts. For `shard` see triton_paged_attention.py."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)
@@ -99,7 +99,7 @@ class TritonBackend(TritonLinearBackend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # models do not use it: they call rope_and_store_kv
+        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # models do not call this, but rope_and_store_kv
             super().store_kv(k, v, k_cache, v_cache, slots, scales)
         else:
             triton_fused.store_kv(k, v, k_cache, v_cache, slots)
@@ -107,7 +107,7 @@ class TritonBackend(TritonLinearBackend):
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        if not rope.has_fused_kernel:  # only a few families
+        if not rope.has_fused_kernel:  # true of only a few families
             return super().rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 

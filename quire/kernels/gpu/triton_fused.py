@@ -1,4 +1,4 @@
-"""Kernels for what lies between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and
+"""Kernels for the operations between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and
 norm weights are float32. Results are rounded once. Bits do not depend on the batch.
 """
 
@@ -22,7 +22,9 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """ADD: norm x + residual, and store that sum to residual. CENTRED: LayerNorm with bias."""
+    """Return the norm of a row of x. If ADD, norm x + residual instead, and store that sum to residual. If CENTRED,
+    apply LayerNorm with bias, otherwise RMSNorm.
+    """
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
@@ -56,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm if bias is None."""
+    """Apply LayerNorm, or RMSNorm if bias is None."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _launch_norm(out, x, None, weight, bias, eps)
@@ -70,7 +72,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm if bias is None. Returns x and residual themselves if contiguous."""
+    """Apply LayerNorm, or RMSNorm if bias is None, to x + residual. Overwrites x and residual, and returns them, if
+    they are contiguous.
+    """
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -89,26 +93,28 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """A block holds a row. Warps load 16 bytes of bfloat16 per thread, up to four times."""
+    """Return the block size, which holds a row, and the number of warps. Threads load 16 bytes of bfloat16 at a time,
+    up to four times.
+    """
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """A row holds `size` gates, then the values that they gate."""
+    """A row of gate_up has `size` gates, then the values that they gate."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate
     if GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi): sigmoid(2u) is tanh(u)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi), as sigmoid(2u) is (1 + tanh(u)) / 2
     value = gate / (1.0 + tl.exp(-slope)) * up.to(tl.float32)
     return value.to(up.dtype)
 
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
+    """Compute out [rows, size] from gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -136,7 +142,7 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """k, v [T, WIDTH]. Grid: T."""
+    """Store k and v [T, WIDTH]. Grid: T."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -158,7 +164,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
-    """[heads, half] float32: one half of each head, normed where `chosen`."""
+    """Return one half of each head, [heads, half] float32, normed where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 

@@ -1,5 +1,5 @@
-"""kv_quantization.py for Triton kernels. HELD is the content of pages: 0 the model's dtype, 1 int8, 2 float8. Bit
-operations convert float8, because GPUs before compute capability 8.9 lack the instruction.
+"""The formats of kv_quantization.py for Triton kernels. HELD tells what pages hold: 0 for the model's dtype, 1 for
+int8, 2 for float8. Bit operations convert float8, because GPUs before compute capability 8.9 lack the instruction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return HELD, the cache for kernels, and the int8 scales: a bfloat16 view of its memory, or the cache again."""
+    """Return HELD, the cache as kernels read it, and a tensor with the int8 scales, which is a bfloat16 view of the
+    cache's memory. If the cache is not int8, the third is the second again.
+    """
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
     if kv_format == 1:
         return kv_format, cache, cache.view(SCALE_DTYPE)
@@ -25,19 +27,19 @@ def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @triton.jit
 def integer_scale(most):
-    """bfloat16. most: largest magnitude of a head."""
+    """Return the bfloat16 scale of a head with largest magnitude `most`."""
     return tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38).to(tl.bfloat16)
 
 
 @triton.jit
 def to_integer(x, scale):
-    """Ties to even, because adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Round ties to even, because adding 1.5 * 2^23 leaves no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def to_float8(x):
-    """Return the bits; ties to even, saturates at 448."""
+    """Return the bits of float8. Ties round to even, and values saturate at 448."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
@@ -48,7 +50,7 @@ def to_float8(x):
 
 @triton.jit
 def from_float8(codes):
-    """float32 of float8 bits; NaN becomes 480."""
+    """Return float8 bits as float32. NaN becomes 480."""
     bits = codes.to(tl.uint32)
     bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)  # the exponent is 120 too small
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -56,7 +58,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """`like`'s dtype holds them exactly."""
+    """Return codes without their scales as numbers in `like`'s dtype, which represents them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

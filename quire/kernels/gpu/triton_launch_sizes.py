@@ -1,4 +1,6 @@
-"""Triton's own functions of these names take microseconds on the host."""
+"""Sizes of Triton launches. cdiv and next_power_of_2 are here because Triton's functions of these names take
+microseconds on the host.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ FIXED_SPLIT = 512
 _MIN_EVEN_SPLIT, _MAX_EVEN_SPLIT = 256, 8192
 MAX_SPLITS = 32
 MAX_PARTIAL_SUMS = 2**26
-"""Stored partial sums, 4 bytes each."""
+"""Maximum number of stored partial sums, of 4 bytes each."""
 
 
 class AttentionTiles(NamedTuple):
-    """Rows are query tokens times heads of a group."""
+    """Tile sizes of attention. Rows (block_m) are query tokens times heads of a group."""
 
     block_m: int
     block_n: int
@@ -41,8 +43,8 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """Splits of up to `seen` keys: at most `most`, none shorter than `least`. In a decode none is longer than
-    _MAX_EVEN_SPLIT, because one long context would delay all others.
+    """Return how many splits `seen` keys get: at most `most`, none shorter than `least`. In a decode, splits are no
+    longer than _MAX_EVEN_SPLIT if `most` allows, because one long context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -51,13 +53,15 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Arbitrary under the interpreter (device None)."""
+    """Return the GPU's multiprocessors, or an arbitrary number under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def shared_memory_bytes(device: int | None) -> int:
-    """Bytes per program; under the interpreter (device None) a consumer GPU's."""
+    """Return the bytes of shared memory that a program can use. Under the interpreter (device None), return those of a
+    consumer GPU.
+    """
     if device is None:
         return 99 * 1024
     num_bytes: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
@@ -65,21 +69,21 @@ def shared_memory_bytes(device: int | None) -> int:
 
 
 def is_hopper(device: int | None) -> bool:
-    """True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory per
-    program): this device's, or that of `set_compile_target`.
+    """Return True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory
+    per program). The target is this device, or that of `set_compile_target`.
     """
     return _has_capability(device, 90)
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """Compute capability 12.0, where the same tiles need more registers."""
+    """Return True for compute capability 12.0, where the same tiles need more registers."""
     return _has_capability(device, 120)
 
 
 def _has_capability(device: int | None, capability: int) -> bool:
     try:
         return not knobs.runtime.interpret and _compile_target(device) == ("cuda", capability)
-    except RuntimeError:  # nothing is launched without a driver
+    except RuntimeError:  # without a driver nothing is launched
         return False
 
 
@@ -90,8 +94,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 weighted values [rows, splits, width], maxima and sums. In one tensor the alignment of sums, and so the
-    kernel variant, would depend on rows and splits.
+    """Allocate float32 weighted values [rows, splits, width], and maxima and sums [rows, splits]. They are not one
+    tensor, because the alignment of sums, and so the kernel variant, would then depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

@@ -16,12 +16,12 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
-"""Set in a token's count if the prompt has it. The bits below count it in the output."""
+"""Bit of a token's count that is set if the prompt has the token. The bits below count the token in the output."""
 
 
 @triton.jit(do_not_specialize=["stride"])
 def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
-    """counts [R, vocab] int32 must be 0."""
+    """Count each row's tokens in counts [R, vocab] int32, which must be 0 before."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.load(positions + row)
@@ -34,7 +34,7 @@ def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
 
 @triton.jit
 def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
-    """rows [P]: rows of logits; counts [P, vocab]. Grid: P, blocks of the vocabulary."""
+    """Apply penalties to `rows` [P] of logits, with counts [P, vocab]. Grid: P, blocks of the vocabulary."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < vocab
@@ -50,8 +50,8 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i], if the token is in the vocabulary. Places must be distinct. Grid: blocks
-    of i.
+    """Compute logits[rows[i], tokens[i]] += values[i] if the token is in the vocabulary. No two i may have the same row
+    and token. Grid: blocks of i.
     """
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
@@ -63,8 +63,8 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
-    """-inf for a word's last token if the row ends with its other tokens. words: all words' tokens; ends [words + 1]:
-    bounds of each word; rows, slots, positions [words]. Grid: words.
+    """Set a word's last token to -inf if the row ends with the word's other tokens. `words` has all words' tokens, and
+    ends [words + 1] bounds each word. rows, slots and positions are [words]. Grid: words.
     """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
@@ -89,7 +89,9 @@ def penalize_tokens(
     *,
     longest: int,
 ) -> None:
-    """Changes rows [P]. `longest`: largest position. Positions and numbers are int64, penalties float32."""
+    """Apply penalties to `rows` [P]. `longest` is the largest position. Positions and numbers are int64, penalties
+    float32.
+    """
     vocab, number = logits.shape[1], len(rows)
     counts = torch.zeros((number, vocab), dtype=torch.int32, device=logits.device)
     grid = (number, cdiv(longest, _BLOCK.value))
@@ -99,7 +101,7 @@ def penalize_tokens(
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """logits[rows, tokens] += values, float32. Pairs must be distinct."""
+    """Add values, float32, to logits[rows, tokens]. No (row, token) pair may occur twice."""
     grid = (cdiv(len(rows), _BLOCK.value),)
     add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
 
@@ -107,7 +109,9 @@ def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor)
 def ban_bad_words(
     logits: Tensor, tokens: Tensor, rows: Tensor, slot: Tensor, position: Tensor, words: Tensor, ends: Tensor
 ) -> None:
-    """Ban the last token of word words[ends[w] : ends[w + 1]] in rows[w] if the row ends with its other tokens."""
+    """Ban the last token of word words[ends[w] : ends[w + 1]] in rows[w] if the row ends with the word's
+    other tokens.
+    """
     ban_words[len(rows),](
         logits, tokens, rows, slot, position, words, ends, tokens.stride(0), logits.shape[1], num_warps=1
     )

@@ -23,7 +23,7 @@ from quire.kernels.gpu.triton_launch_sizes import (
 )
 
 _MAX_AMD_STAGES = 2
-"""More take up to 96 KB of shared memory. AMD GPUs have 64."""
+"""More stages would take up to 96 KB of shared memory, but AMD GPUs have 64 KB."""
 
 
 def paged_attention(
@@ -36,10 +36,11 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """For a step without parts. Pages are [P, page size, K, D], page size a power of two.
+    """Compute attention for metadata without decode_prefill_parts. Pages are [P, page size, K, D], where the page size
+    is a power of two.
 
-    fixed: batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. shard: this rank's
-    tokens. The result is then `PartialSoftmax.to_packed_tensor` without sinks.
+    If `fixed`, it is batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. If `shard` is
+    given, keys are only this rank's tokens. The result is then `PartialSoftmax.to_packed_tensor` without sinks.
     """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)
@@ -102,11 +103,11 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Small tiles for decodes, whose time is that of reading keys; one size for everything if `fixed`.
+    """Return small tiles for decodes, because these mostly wait for keys. If `fixed`, one size serves everything.
 
     For sm_90 ptxas reports no spilled registers. All tiles fit in a consumer GPU's 99 KB of shared memory. Decodes have
-    five pipeline stages because the block table lookup takes one. With `hopper`, wgmma needs 64 rows. Other GPUs spill
-    with 64 rows and 256 elements.
+    five pipeline stages because the block table lookup takes one. With `hopper`, tiles have 64 rows because wgmma needs
+    them. Other GPUs would spill with 64 rows and 256 elements.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # no tensor cores

@@ -2,8 +2,9 @@
 engine/worker/sampling/sampler.py.
 
 A token's weight is exp(scaled logit - largest) in fixed point. Sums are exact in any order, so neither chunks nor
-batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
-a histogram by powers of two leaves, or in the whole vocabulary if the distribution is flat.
+batches change a sample. A filter keeps tokens from a threshold weight up, which bisection over float32 bits finds. It
+looks among the candidates that a histogram by powers of two leaves, or in the whole vocabulary if the distribution is
+flat.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
-"""Level 0 is the largest weight, 1. Level j is [2^-j, 2^(1 - j)). The last has the rest."""
+"""Histogram levels of weights. Level 0 is the largest weight, 1. Level j is [2^-j, 2^(1 - j)). The last level has all
+smaller weights.
+"""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
-"""1 in fixed point. MAX_VOCAB times it fits an int64."""
+"""1 in fixed point. MAX_VOCAB times this fits an int64."""
 MAX_VOCAB = 2**19 - 1
 
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """Weights relative to the largest logit, `peak`: as float32 bits, and in fixed point."""
+    """Return weights relative to the largest logit, `peak`, both as float32 bits and in fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -41,7 +44,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit and the first token with it: [rows, chunks]. Grid: rows, chunks."""
+    """Find each chunk's largest logit and the first token with it: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -55,8 +58,8 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] before
-    min-p. Grid: rows, chunks.
+    """Sum each chunk's weights after min-p to kept [rows, chunks]. If FILTERED, also compute counts and masses [rows,
+    chunks, levels] before min-p. Grid: rows, chunks.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -78,7 +81,9 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """(level at which filters cut, tokens [CHUNKS] of each chunk down to it, weight of all levels)."""
+    """Return (level at which filters cut, each chunk's number of tokens down to that level [CHUNKS], weight of all
+    levels).
+    """
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -96,7 +101,7 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Candidates are in vocabulary order, unless there are more than _CANDIDATES."""
+    """Store candidates in vocabulary order, unless there are more than _CANDIDATES. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -116,7 +121,7 @@ def gather_candidates(
 
 @triton.jit
 def _uniform(seed, position):
-    """SplitMix64 of (seed, position) as in random_draws.uniform_draws, float64 in [0, 1)."""
+    """Return SplitMix64 of (seed, position) as random_draws.uniform_draws does, float64 in [0, 1)."""
     z = _mix(seed.to(tl.uint64, bitcast=True)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(z) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
@@ -130,7 +135,7 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """(first index in mass [N] where the cumulative sum exceeds `target`, sum before it)."""
+    """Return (first index in mass [N] where the cumulative sum exceeds `target`, sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -138,7 +143,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """At most mass - 1, because the product may round up to mass."""
+    """Return u * mass, but at most mass - 1, because the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -146,7 +151,9 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Counts tokens with weight bits of at least `least`, in the vocabulary (ALL) or among the candidates."""
+    """Return the number and total weight of tokens with weight bits of at least `least`, in the vocabulary (ALL) or
+    among the candidates.
+    """
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -166,7 +173,9 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the least weight that top-k, then top-p of the rest, keep. `whole`: weight of all tokens."""
+    """Return the bits of the least weight that top-k, then top-p among the tokens left, keep. `whole` is the weight of
+    all tokens.
+    """
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -205,7 +214,9 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """First token where the chunk's cumulative weight exceeds `left`. Bits below `least` have no weight."""
+    """Return the first token where the chunk's cumulative weight exceeds `left`. Tokens with bits below `least` count
+    as 0.
+    """
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -236,7 +247,7 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """picks [rows] int64. Grid: rows."""
+    """Write the sampled tokens to picks [rows] int64. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -279,11 +290,11 @@ def sample_tokens(
     has_sampling: bool,
     has_filters: bool,
 ) -> Tensor:
-    """Logits [R, vocab] float32 to tokens [R] int64.
+    """Sample tokens [R] int64 from logits [R, vocab] float32.
 
-    Parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64; min_p
-    float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has top_k
-    below vocab or top_p below 1.
+    Parameters are [R]: temperature float32, 0 for the first largest logit; top_k int32, vocab for all tokens; top_p
+    float64; min_p float32; seed and position int64. has_sampling must be True if a temperature is above 0, and
+    has_filters if a row with such a temperature has top_k below vocab or top_p below 1.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape

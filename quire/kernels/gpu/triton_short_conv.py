@@ -1,5 +1,5 @@
-"""Short convolutions (recurrent/short_conv.py). Stores columns in blocks first, because a row may start from columns
-that another stores. Updates slots last, after their old columns are read.
+"""Short convolutions (recurrent/short_conv.py). Columns in blocks are stored first, because a row may start from
+columns that another row stores. Slots are updated last, after their old columns are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """Gated columns are rounded to bcx's dtype."""
+    """Load the column of a token of this step. Gated columns are rounded to bcx's dtype."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -46,7 +46,7 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots hold the columns that blocks do not."""
+    """Store columns in blocks if IN_PAGES, otherwise in slots, which have the columns that blocks do not."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
@@ -65,8 +65,8 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PIECES: per block; 0: blocks hold no columns. An earlier column is from this step only if its token has the same
-    slot, because rows of one sequence may follow each other (drafts in a CUDA graph).
+    """PIECES is the number of pieces per block, or 0 if blocks have no columns. An earlier column is from this step
+    only if its token has the same slot, because rows of one sequence may follow each other (drafts in a CUDA graph).
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

@@ -1,4 +1,4 @@
-"""Small sums in one launch over the GPUs of one machine. Launches dominate the time of a decode's sums.
+"""Small sums in one launch over the GPUs of one machine, because launches dominate the time of a decode's sums.
 
 CUDA IPC shares memory. PyTorch's symmetric memory is unsuitable: its rendezvous changes between versions, its sums
 never end if a rank is missing, and timeouts destroy the CUDA context.
@@ -26,13 +26,13 @@ log = logging.getLogger("quire.kernels")
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
 """All programs must run at once. Every GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Each rank reads all numbers. For more an all-reduce in pieces is faster."""
+"""Each rank reads the numbers of all ranks. For larger tensors an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
-"""Takes minutes. Other mechanisms notice earlier that a rank has ended."""
+"""This many polls take minutes. Other mechanisms notice earlier that a rank has ended."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
-"""A failed rank waits a minute at the store for the others' answers."""
+"""Less than the minute that a failed rank waits at the store for the other ranks' answers."""
 SumShape = tuple[int, torch.dtype]
 """(number of elements, dtype)."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
@@ -45,13 +45,16 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 
 
 class OneShotAllReduce:
-    """Sums never overlap, and have the same order and sizes on all ranks."""
+    """Sums over ranks in one kernel launch. Sums must not overlap, and must have the same order and sizes on
+    all ranks.
+    """
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
-        """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
-        in host memory that the GPU reaches. max_polls: polls of another rank's count before giving up a sum.
+        """`rank_memories` are the `rank_memory_bytes` of each rank, as this rank's GPU reaches them, all zero.
+        `host_flags` is [2] int32, zero, in host memory that the GPU reaches. `max_polls` is how often another rank's
+        count is polled before a sum is given up.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -66,7 +69,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds in float32 and rank order. A sum that is given up is garbage: see `raise_if_failed`."""
+        """Add in float32 and rank order. A sum that is given up is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -85,7 +88,7 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
-    """The counters come before the numbers."""
+    """Return the bytes of the counters, which come before the numbers in a rank's memory."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 
@@ -101,7 +104,7 @@ def verify_all_reduce(
     sizes: Sequence[SumShape] = _TRIAL_SUMS,
     max_polls: int = _TRIAL_POLLS,
 ) -> None:
-    """Raises ValueError unless sums have the same bits as on a CPU."""
+    """Raise ValueError unless sums have the same bits as on a CPU."""
     sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*sizes, *sizes)):
         generator = torch.Generator().manual_seed(number)
@@ -133,8 +136,9 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """Call on all ranks. Returns None on all, and logs why, if a GPU does not reach another's memory or the trial
-    fails. Raises RuntimeError if a rank does not call. storages: PyTorch's class that shares GPU memory.
+    """Set up one-shot sums, if all ranks call this. Returns None on all ranks, and logs why, if a GPU does not reach
+    another's memory or the trial fails. Raises RuntimeError if a rank does not call. `storages` is PyTorch's class that
+    shares GPU memory.
     """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:
@@ -154,7 +158,7 @@ def connect_one_shot(
 
     def share_memory() -> bytes:
         memory.append(torch.zeros(rank_memory_bytes(count), dtype=torch.uint8, device=device))
-        torch.cuda.synchronize(device)  # zero before another rank writes
+        torch.cuda.synchronize(device)  # the memory must be zero before another rank writes to it
         return pickle.dumps(storages._share_cuda_(memory[0].untyped_storage())[1:])
 
     handles = exchange_answers("memory", try_action(share_memory))
@@ -182,6 +186,6 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Another rank's memory, as this rank's GPU reaches it."""
+    """Return another rank's memory, as this rank's GPU reaches it."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 _LOOKS = tl.constexpr(256)
-"""Polls of the count per poll of the slow host memory."""
+"""Polls of other ranks' counts for each poll of the stop flag, which is in slow host memory."""
 
 
 @triton.jit
 def _rank_buffer_pointer(addresses, rank, place, dtype: tl.constexpr):
-    """Aligned, for vector loads and stores."""
+    """Return an aligned pointer, for vector loads and stores."""
     return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 128)
 
 
@@ -30,9 +30,10 @@ def sum_over_ranks(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """addresses [RANKS] int64: each rank's memory: HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks write,
-    then two buffers of PART * 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and whether one
-    gave up. words [2] int32 in host memory: stop flag, given-up flag.
+    """addresses [RANKS] int64 are of each rank's memory. It has HEAD bytes of counts [PROGRAMS, RANKS] int64, which the
+    ranks write, then two buffers of PART * 4 bytes per program. counts [PROGRAMS + 1] int64 are the number of sums of
+    each program, then whether a program gave up. words [2] int32 in host memory are the stop flag and the given-up
+    flag.
     """
     program, i = tl.program_id(0), tl.arange(0, PART)
     if tl.load(counts + PROGRAMS) == 0:
@@ -42,7 +43,7 @@ def sum_over_ranks(
         place = HEAD + ((count % 2) * PROGRAMS + program) * (PART * 4)
         own = _rank_buffer_pointer(addresses, RANK, place, x.dtype.element_ty)
         tl.store(own + i, tl.load(x + at, mask=inside, other=0.0), mask=inside)
-        tl.debug_barrier()  # all threads store before one signals
+        tl.debug_barrier()  # all threads must have stored before one signals
         rank = tl.arange(0, RANKS_PADDED)
         there = rank < RANKS
         theirs = tl.load(addresses + rank, mask=there, other=0).to(tl.pointer_type(tl.int64))

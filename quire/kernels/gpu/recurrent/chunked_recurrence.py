@@ -1,4 +1,4 @@
-"""Launches triton_chunks.py for long prompts, which the device finds."""
+"""Launches triton_chunks.py for long prompts. The device decides which prompts are long."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from quire.kernels.recurrent.recurrence import RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
-"""Counts the tokens of a sequence."""
+"""Tokens of a sequence."""
 _MAX_KEY_DIM = 128
 """Larger sizes are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
-"""Columns of a head's matrix per program. One prompt with 32 heads of 128 columns nearly fills an H100. Stages take up
-to 218 of its 227 KB of shared memory.
+"""Columns of a head's matrix per program, and pipeline stages. One prompt with 32 heads of 128 columns nearly fills an
+H100. The stages take up to 218 of its 227 KB of shared memory.
 """
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """True only on Hopper, because other GPUs have less shared memory or other products, and are untested. A decay per
-    row would need other products. longest: tokens.
+    """Return whether chunks are supported and a sequence of `longest` tokens is long enough. Only Hopper is supported,
+    because other GPUs have less shared memory or other products, and are untested. A decay per row would need other
+    products.
     """
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     able = able and not (isinstance(rule, DeltaRule) and rule.has_row_decay)
@@ -51,8 +52,9 @@ def advance_chunked(
     kernel_flags: tuple[int, int],
     decodes: int,
 ) -> None:
-    """sequence_tensors: query_start, context_lens, state and verified counts, slots. kernel_flags: whether there are
-    draft tokens, and LONG. The first `decodes` sequences are not long.
+    """Advance the states of long sequences and write to `read`. sequence_tensors are query_start, context_lens, state
+    and verified counts, and slots. kernel_flags are whether there are draft tokens, and the minimum tokens of a long
+    sequence. The first `decodes` sequences are not long.
     """
     inputs = step_inputs[0]
     (heads, key, value) = states.matrices.shape[1:]

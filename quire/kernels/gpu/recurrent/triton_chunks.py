@@ -26,21 +26,23 @@ from quire.kernels.gpu.recurrent.triton_common import (
 )
 
 RECURRENCE_CHUNK = 64
-"""In tokens. Hopper's products have 64 rows."""
+"""In tokens. Hopper's matrix products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """Their sum differs from x by at most 2^-17 of it. Rounds with integers, because scalar conversions are slow."""
+    """Return two bfloat16 numbers, whose sum differs from x by at most 2^-17 of x. Rounds with integers, because scalar
+    conversions are slow.
+    """
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one. Some
-    numbers may be unused.
+    """Return a chunk's sequence, and its index in the sequence. The chunks of sequence s after `decodes` begin at
+    number query_start[s] // 64 + s, so no two sequences share one. Some numbers may be unused.
     """
     row = 0
     for begin in range(0, seqs, 256):
@@ -53,7 +55,9 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """Length: the sequence's tokens from the chunk on; 0 if not computed in chunks."""
+    """Return a chunk's first token, and the number of the sequence's tokens from there on, or 0 if the sequence is not
+    computed in chunks.
+    """
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
@@ -75,9 +79,9 @@ def prepare_delta_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16,
-    last two: coefficients of d in readouts. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next matrix, of
-    the matrix.
+    """Compute, for chunks of the delta rule, the terms without S. systems [chunks, HEADS, 64, 64] get A below the
+    diagonal, and beta on it. The last two of tiles [chunks, HEADS, 4, 64, 64] bfloat16 get the coefficients of d in
+    readouts. factors [chunks, HEADS, 4, 64] get those of q S, of k S, of d in the next matrix, and of the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -136,8 +140,8 @@ def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr
 def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """tiles, first two: (1 + A)^-1 beta. In one warp, solves the four diagonal blocks of 16 rows at once, row by row,
-    and the blocks below by products.
+    """Write (1 + A)^-1 beta to the first two of a chunk's tiles. One warp solves the four diagonal blocks of 16 rows at
+    once, row by row, then the blocks below by products.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -189,8 +193,9 @@ def prepare_state_space_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """tiles [chunks, HEADS, 2, 64, 64]: coefficients of x in readouts. factors [chunks, HEADS, 4, 64]: of c S, unused,
-    of x in the next matrix, of the matrix.
+    """Compute, for chunks of state spaces, the terms without S. tiles [chunks, HEADS, 2, 64, 64] get the coefficients
+    of x in readouts. factors [chunks, HEADS, 4, 64] get those of c S, nothing, those of x in the next matrix, and of
+    the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -224,7 +229,9 @@ def advance_chunks(
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A token's [INPUTS] hold q per SHARING heads, or c, from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT."""
+    """Compute sequences chunk by chunk, with the results of the other kernels. A token's [INPUTS] have from Q_AT on q
+    (or c) per SHARING heads, from K_AT on k (or b), and from V_AT on v (or x) per head.
+    """
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,7 @@
-"""advance_delta, advance_scan and advance_space compute token by token: read [T, HEADS, VALUE] and matrices. A program
-has some columns of one head's matrix of a sequence. One warp holds whole columns, so it can sum over them. One loop
-body serves decodes, prompts and drafts, so a token's bits depend only on the matrix before it and its inputs.
+"""Common code of advance_delta, advance_scan and advance_space. These compute read [T, HEADS, VALUE] and matrices token
+by token. A program has some columns of one head's matrix of a sequence. One warp has whole columns, so it can sum over
+them. One loop body serves decodes, prompts and drafts, so a token's bits depend only on the matrix before the token and
+on its inputs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
 
 @triton.jit
 def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
-    """Index in the step of a sequence's first token; positions of that token, of the first token not in the matrix, of
-    the first draft token, and of the end.
+    """Return the index in the step of a sequence's first token, then positions: of that token, of the first token not
+    in the matrix, of the first draft token, and of the end.
     """
     start = tl.load(query_start + row)
     context = tl.load(contexts + row)
@@ -29,7 +30,9 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True for sequences of at least `long` tokens (0: never) that have no draft or accepted draft tokens."""
+    """Return True for sequences of at least `long` tokens (if `long` is 0, for none) that have no draft tokens in this
+    step and no accepted ones from the last.
+    """
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -38,7 +41,9 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a position's inputs: in the step or, before `first`, among the slot's draft inputs."""
+    """Return pointers to a position's inputs. These are in the step or, before `first`, among the slot's
+    draft inputs.
+    """
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -49,7 +54,9 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """x above 20, as in PyTorch. Exact for small exp(x), because it cancels the rounding of 1 + exp(x)."""
+    """Return log(1 + exp(x)), or x above 20, as PyTorch does. Results are exact even for small exp(x), because the
+    factor cancels the rounding of 1 + exp(x).
+    """
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     some = tl.log(whole) * (power / tl.where(whole == 1.0, 1.0, whole - 1.0))
@@ -61,7 +68,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read the draft inputs of the previous step."""
+    """Store the inputs of draft tokens. Runs after all programs have read the draft inputs of the previous step."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
@@ -81,8 +88,9 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """NORMED: RMSNorm of pieces of SIZE elements with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
-    dtype before. SIGMOID: gates are the sigmoid of z, not SiLU.
+    """If NORMED, apply RMSNorm to pieces of SIZE elements, with norm [PIECES, SIZE], before the gate if FIRST,
+    otherwise after it. If ROUND, y is rounded to z's dtype before the norm. If SIGMOID, gates are the sigmoid of z,
+    otherwise SiLU.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i

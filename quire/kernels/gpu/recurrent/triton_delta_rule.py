@@ -1,4 +1,4 @@
-"""kernels/recurrent/delta_rule.py in Triton."""
+"""The delta rule of kernels/recurrent/delta_rule.py in Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _load_delta_token(
     numbers, others, wanted, head, k_at, v_at,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROW_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """q, k [KEY_PAD], v [BLOCK], b and a of one head; 0 unless `wanted`. ROW_DECAY: a is [KEY_PAD]."""
+    """Return q and k [KEY_PAD], v [BLOCK], b and a of one head, all 0 unless `wanted`. If ROW_DECAY, a is [KEY_PAD]."""
     of_key = numbers + (head // (HEADS // KEY_HEADS)) * KEY + k_at
     q = tl.load(of_key, mask=wanted & (k_at < KEY), other=0.0)
     k = tl.load(of_key + KEY_HEADS * KEY, mask=wanted & (k_at < KEY), other=0.0)
@@ -38,8 +38,8 @@ def advance_delta(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr, ROW_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Both sums over the matrix can be made at once, because a readout is q S before the token's update plus (q k)
-    times its delta.
+    """Both sums over the matrix can be made at once, because a readout is the sum of q S before the token's update and
+    (q k) times the token's delta.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,6 @@
-"""Computes long prompts by chunks, unless bits must not depend on how prompts are cut. The host never waits."""
+"""Computes long prompts in chunks, unless bits must not depend on how prompts are divided into steps. The host never
+waits.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
-"""A warp has at most 128 registers per thread. In an H100's decodes 32 columns (rows of 128 bytes) move two to three
-times the bytes per second of 8. 16 is a compromise if the kernel also computes long prompts.
+"""Elements of a matrix per warp, which has at most 128 registers per thread. In an H100's decodes 32 columns (rows of
+128 bytes) move two to three times the bytes per second of 8 columns. The second number, 16 columns for keys of 128, is
+a compromise if the kernel also computes long prompts.
 """
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
-"""As in Falcon H1. Compute capability 12.0 spills registers with more columns."""
+"""The key dimension of Falcon H1, from which on compute capability 12.0 would spill registers with more columns."""
 _DRAFT_BLOCK = 1024
 _GATE_BLOCK = 1024
 assert L2_NORM_EPS == 1e-6, "what advance_delta adds"
@@ -41,7 +44,7 @@ def run_recurrence(
     *,
     fixed: bool,
 ) -> Tensor:
-    """fixed: bits do not depend on how sequences are cut into steps."""
+    """If `fixed`, bits do not depend on how sequences are divided into steps."""
     assert isinstance(rule, SupportedRule), f"no kernel for {type(rule).__name__}"
     inputs = inputs.contiguous()
     z = z.contiguous()

@@ -1,4 +1,4 @@
-"""kernels/recurrent/selective_scan.py in Triton."""
+"""The selective scan of kernels/recurrent/selective_scan.py in Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.gpu.recurrent.triton_common import (
 def _load_scan_token(
     numbers, others, wanted, k_at, channel, inside, KEY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """x [BLOCK], b, c [KEY_PAD], dt [BLOCK] for BLOCK channels; 0 unless `wanted`."""
+    """Return x [BLOCK], b and c [KEY_PAD], and dt [BLOCK] for BLOCK channels, all 0 unless `wanted`."""
     x = tl.load(numbers + channel, mask=wanted & inside, other=0.0)
     b = tl.load(numbers + CHANNELS + k_at, mask=wanted & (k_at < KEY), other=0.0)
     c = tl.load(numbers + CHANNELS + KEY + k_at, mask=wanted & (k_at < KEY), other=0.0)
