@@ -1,6 +1,6 @@
-"""Scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the ends. Fits scale
-and offset to each try's codes by least squares, and takes the best, rounded to half floats. Zero points, for
-checkpoints, are tried around the nearest one, with bfloat16 scales.
+"""Fits scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the group's
+extremes. Fits scale and offset to the codes of each try by least squares, and takes the best try, rounded to half
+floats. Zero points, for checkpoints, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 GROUP_SIZE = 32
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Fractions of a group's range that 15 steps cover."""
+"""Fractions of a group's range that the 15 steps between codes cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""Few enough to stay in a CPU's caches and not to start PyTorch's threads, and many enough to keep other devices
-busy.
+"""Groups per batch: few enough to stay in a CPU's caches and not to start PyTorch's threads, and many enough to keep
+other devices busy.
 """
 _MIN_SCALE = 2.0**-100
 
@@ -86,7 +86,7 @@ def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_mantissa(numbers: Tensor, bits: int) -> Tensor:
-    """bits: 11 for half floats, 8 for bfloat16."""
+    """Round numbers to `bits` significant bits: 11 for half floats, 8 for bfloat16."""
     mantissas, exponents = torch.frexp(numbers)
     return torch.ldexp((mantissas * 2**bits).round_(), exponents - bits)
 
@@ -96,5 +96,5 @@ def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tens
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """0 to 15."""
+    """Return the nearest codes, from 0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

@@ -1,8 +1,8 @@
-"""8-bit keys and values. `torch.int8` has a bfloat16 scale per head and token. `torch.float8_e4m3fn` has codes alone. A
-layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend only on its
-own key and value.
+"""8-bit keys and values. `torch.int8` has a bfloat16 scale per head and token. `torch.float8_e4m3fn` has no such
+scales, but a layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend
+only on the token's own key and value.
 
-A page includes its scales: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton.
+A page includes its scales. In the reference and in Triton it has [tokens, K, D] codes, then [tokens, K] scales.
 kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
@@ -30,12 +30,14 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Counts elements per head and token."""
+    """Return how many elements of the cache's dtype the scale of a head and token takes."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D], and for int8 bfloat16 scales [...]. Ties round to even. Floats saturate."""
+    """Return codes [..., D], and for int8 bfloat16 scales [...], otherwise None. Ties round to even. Floats
+    saturate.
+    """
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
@@ -44,13 +46,13 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """codes [..., D]. dtype must be wider."""
+    """Return numbers [..., D] in `dtype`, which must be wider than codes [..., D]."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 
 
 def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """x [T, K, D] to slots [T] of a cache [pages, tokens, K, D + scale bytes]."""
+    """Quantize x [T, K, D] and store it at slots [T] of a cache [pages, tokens, K, D + scale bytes]."""
     tokens, kv_heads = cache.shape[1:3]
     flat = cache.view(torch.uint8).view(len(cache), -1)
     page = slots // tokens
@@ -64,13 +66,13 @@ def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) ->
 
 
 def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
-    """rows [T, ...]; `begin` [T]: first byte in the page."""
+    """Write rows [T, ...] to pages, each from byte `begin` [T] of its page on."""
     values = rows.view(torch.uint8).flatten(1)
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 
 
 def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """[pages * tokens, K, D] in `dtype`, which must be wider."""
+    """Return [pages * tokens, K, D] in `dtype`, which must be wider than the codes."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)
     flat = pages.reshape(count, -1)

@@ -21,13 +21,13 @@ class LatentNormRopeParams:
     """[L] float32."""
     eps: float
     cos_sin: Tensor | None
-    """[max positions, R] float32: cosines, then sines. None: NoPE."""
+    """[max positions, R] float32: cosines, then sines. None for NoPE."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, as in DeepSeek's checkpoints. Otherwise (i, i + R/2)."""
+    """If True, rotated pairs are neighbors, as in DeepSeek's checkpoints. Otherwise they are (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages. The key scale is also the value scale."""
+    """Scales of float8 pages. The key scale is also the value scale."""
     unrotated_dim: int = 0
-    """R if `cos_sin` is None."""
+    """R if `cos_sin` is None, otherwise unused."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
@@ -35,25 +35,27 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotates the last R elements of q [T, H, any + R]."""
+    """Rotate the last R elements of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """kv [T, L + R] to [T, 1, L + R]."""
+    """Norm and rotate kv [T, L + R] to keys [T, 1, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
     return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Without RoPE, x."""
+    """Rotate x, or return x unchanged if there is no RoPE."""
     return x if latent.cos_sin is None else rotate_pairs(x, latent.cos_sin[positions], latent.is_interleaved)
 
 
 def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
-    """x [T, heads, R] by cos_sin [T, R]. Returns half layout, even for interleaved pairs."""
+    """Rotate x [T, heads, R] by cos_sin [T, R]. The result has pairs (i, i + R/2), even if those of x are
+    interleaved.
+    """
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -61,10 +63,10 @@ def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeySelectionParams:
-    """The indexer of DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, 2025). A token has one index key and some index
-    queries with a weight each. A key's score is the weighted sum of its products with the queries, without negative
-    products. Attention then sees the keys with the highest scores. Constant factors of scores change no order, so there
-    are none.
+    """The indexer of DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, 2025). A token has one index key, and some index
+    queries with a weight each. A key's score is the weighted sum of its products with the queries, where negative
+    products count as 0. Attention then sees the keys with the highest scores. DSA's constant factors of scores are left
+    out, because they do not change the order.
     """
 
     norm_weight: Tensor
@@ -75,12 +77,12 @@ class KeySelectionParams:
     cos_sin: Tensor
     """[max positions, R] float32: cosines, then sines, for the first R numbers of queries and keys."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, not (i, i + R/2)."""
+    """If True, rotated pairs are neighbors. Otherwise they are (i, i + R/2)."""
     top_k: int
 
 
 def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
-    """[T, D] to [T, 1, D]."""
+    """Norm and rotate [T, D] to index keys [T, 1, D]."""
     wide = k.float() if k.dtype != torch.float64 else k
     weight, bias = params.norm_weight.to(wide.dtype), params.norm_bias.to(wide.dtype)
     normed = F.layer_norm(wide, wide.shape[-1:], weight, bias, params.eps).to(k.dtype)
@@ -88,7 +90,7 @@ def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) 
 
 
 def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
-    """[T, heads, D]."""
+    """Rotate the first R elements of index queries or keys [T, heads, D]."""
     size = params.cos_sin.shape[1]
     turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
     return torch.cat((turned, x[..., size:]), dim=-1)

@@ -21,7 +21,8 @@ class QKNormRopeParams:
 
     head_dim: int
     cos_sin: Tensor | None
-    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None: no RoPE.
+    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None means no
+    RoPE.
     """
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -29,24 +30,26 @@ class QKNormRopeParams:
     kv_scales: KVScales = UNIT_KV_SCALES
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
     """heads: RMSNorm per head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred: LayerNorm
-    per head without bias, weights [H * D]. after: heads, but after RoPE.
+    per head without bias, weights [H * D]. after: like heads, but after RoPE.
     """
     q_scale: Tensor | None = None
     """[max positions] float32 factors of queries."""
     v_norm: Tensor | None = None
     """[D] float32 RMSNorm weights of value heads; only with norm_kind "heads"."""
     projections: Literal["all", "keys", "queries"] = "all"
-    """keys: q and k; the raw k is also the value. queries: q alone; another layer has stored k and v."""
+    """Which heads the projection has. keys: q and k, where the raw k is also the value. queries: only q, because
+    another layer has stored k and v.
+    """
 
     @property
     def has_fused_kernel(self) -> bool:
-        """True for per-head norms and RoPE alone, which every backend computes in one kernel."""
+        """True if there are only per-head norms and RoPE, which every backend computes in one kernel."""
         whole = self.q_scale is None and self.v_norm is None and self.projections == "all"
         return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
 
     @property
     def num_kv_projections(self) -> int:
-        """Projected heads per stored KV head."""
+        """Projected heads per stored KV head, from 0 to 2."""
         return PROJECTION_KINDS.index(self.projections)
 
     def num_query_heads_of_width(self, width: int, kv_heads: int) -> int:
@@ -54,7 +57,7 @@ class QKNormRopeParams:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
-    """x [T, heads, D]."""
+    """Norm and rotate x [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:
@@ -80,6 +83,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Element i pairs with i + D / 2. x [T, heads, D]; cos, sin [T, 1, D / 2] float32."""
+    """Rotate x [T, heads, D], where element i pairs with i + D / 2. cos and sin are [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

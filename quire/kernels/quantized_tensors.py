@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_HALF_EXPONENT = 14
-"""An output's scales are divided by a power of two to fit half floats. The largest is below 2^15."""
+"""An output's scales are divided by a power of two so that they fit half floats. The largest is then below 2^15."""
 
 
 def _to_factors_and_halves(numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Factors [out] float32, powers of two; float16 tensors [out, ...], to be multiplied by them."""
+    """Return factors [out] float32, which are powers of two, and float16 tensors [out, ...], to be multiplied by the
+    factors.
+    """
     peak = torch.stack([each.abs().amax(1) for each in numbers]).amax(0)
     exponents = torch.where(peak > 0, torch.frexp(peak).exponent, 0)
     factors = torch.ldexp(torch.ones_like(peak), exponents - _MAX_HALF_EXPONENT - 1)
@@ -27,23 +29,25 @@ def _to_factors_and_halves(numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tens
 
 @dataclass(frozen=True, slots=True)
 class NestedScales:
-    """Scales or offsets of groups as integer multiples of a block's; a block is 2^n consecutive groups."""
+    """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32: half floats times powers of two, of one output not far apart."""
+    """[out, in / block] float32. They are half floats times powers of two, and those of one output are not
+    far apart.
+    """
     multiples: Tensor
-    """[out, in / group] int8; of a weight with offsets 0 to 15."""
+    """[out, in / group] int8, from 0 to 15 if the weight has offsets."""
 
     @property
     def groups_per_block(self) -> int:
         return self.multiples.shape[1] // self.blocks.shape[1]
 
     def to_groups(self) -> Tensor:
-        """[out, in / group] float32."""
+        """Return the scales or offsets of groups, [out, in / group] float32."""
         return (self.blocks.unsqueeze(2) * self._block_multiples).flatten(1)
 
     def narrow(self, outputs: range | None, groups: range | None) -> NestedScales | None:
-        """None if this would split a block."""
+        """Return the part for some outputs and groups, or None if this would split a block."""
         size, blocks = self.groups_per_block, None
         if groups is not None:
             if groups.start % size or groups.stop % size:
@@ -56,7 +60,9 @@ class NestedScales:
 
     @property
     def used_blocks(self) -> Tensor:
-        """0 if all multiples are: such a number may be so large that half floats cannot hold the others."""
+        """The blocks' numbers, or 0 for blocks whose multiples are all 0. Such a number may be so large that half
+        floats could not represent the other numbers beside it.
+        """
         return torch.where(self._block_multiples.any(2), self.blocks, 0.0)
 
     @property
@@ -78,17 +84,19 @@ class GroupedWeight:
     """
 
     codes: Tensor
-    """8 bits: [out, in] int8. 4 bits: [out, in / 2] uint8, the even input in the low half."""
+    """8-bit codes are [out, in] int8. 4-bit codes are [out, in / 2] uint8, with the even input in the low half."""
     scales: Tensor
     """[out, in / group] float32."""
     offsets: Tensor | None = None
-    """[out, in / group] float32; None: 0."""
+    """[out, in / group] float32. None means 0."""
     code_values: tuple[int, ...] | None = None
-    """Values of 4-bit codes, -127 to 127, at most 16; None: code - 8."""
+    """Values of 4-bit codes: at most 16, from -127 to 127. None means code - 8."""
     input_order: Tensor | None = None
-    """[in] int64: groups are of x[:, order]; None: natural order."""
+    """[in] int64: groups are made of x[:, order]. None means natural order."""
     nested: tuple[NestedScales, ...] = ()
-    """The same scales, and offsets if there are any, for backends that can hold them; empty: not known."""
+    """The same scales, and offsets if there are any, in nested form, for backends that can hold it. Empty if
+    unknown.
+    """
 
     @property
     def bits(self) -> int:
@@ -103,8 +111,8 @@ class GroupedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. A single scale
-        without offset becomes the factor, with None for both.
+        """Return factors [out] float32, and float16 scales and offsets [out, groups], to be multiplied by the factors.
+        A single scale without offset becomes the factor, and scales and offsets are None.
         """
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
@@ -113,8 +121,8 @@ class GroupedWeight:
         return factors, halves[0], None if offsets is None else halves[1]
 
     def to_factors_and_nested_halves(self) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Factors [out] float32; float16 scales and maybe offsets [out, blocks], to be multiplied by them; multiples
-        [out, groups] uint8, those of offsets in the high nibbles.
+        """Return factors [out] float32, then float16 scales and maybe offsets [out, blocks], to be multiplied by the
+        factors, and multiples [out, groups] uint8, which have those of offsets in the high nibbles.
         """
         factors, halves = _to_factors_and_halves([each.used_blocks for each in self.nested])
         multiples = self.nested[0].multiples
@@ -123,7 +131,7 @@ class GroupedWeight:
         return factors, halves, multiples.view(torch.uint8)
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32, in the natural input order."""
+        """Return [out, in] float32, in the natural input order."""
         codes = self.codes
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -140,7 +148,7 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """[out, in] float8 with a scale per block: w = scale * code."""
+    """A weight [out, in] of float8 with a scale per block: w = scale * code."""
 
     codes: Tensor
     """[out, in] float8_e4m3fn."""
@@ -160,14 +168,16 @@ class Float8Weight:
         return min(self.scale_block[1], self.shape[1])
 
     def scales_per_output_row(self) -> Tensor:
-        """[out, blocks of inputs] float32; NaN if the block has a NaN code, which kernels do not recognize."""
+        """Return [out, blocks of inputs] float32, with NaN for blocks that have a NaN code, because kernels do not
+        recognize such codes.
+        """
         scales = self.scales.float().repeat_interleave(self.scale_block[0], 0)[: self.shape[0]]
         inputs = self.inputs_per_scale
         bad = F.pad(self.codes.view(torch.uint8) & 127 == 127, (0, -self.shape[1] % inputs))
         return scales.masked_fill(bad.unflatten(1, (-1, inputs)).any(2), torch.nan)
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32."""
+        """Return [out, in] float32."""
         outs, inner = self.shape
         scales = self.scales.repeat_interleave(self.scale_block[0], 0)[:outs].repeat_interleave(self.scale_block[1], 1)[
             :, :inner
@@ -192,7 +202,7 @@ class RoundedActivations:
     dtype: torch.dtype
     """Type of x before rounding, and of the linears' results."""
     unrounded: Tensor | None
-    """None if no linear reads them."""
+    """None if no linear reads unrounded values."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -206,33 +216,36 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """Rounds values after conversion to the model's dtype, so bits are the same as if the stored output of a norm or
-    gate were rounded. Equal instances give equal bits.
+    """A way to round x for linears. It rounds values after conversion to the model's dtype, so bits are the same as if
+    the stored output of a norm or gate were rounded. Equal instances give equal bits.
     """
 
     @abstractmethod
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """(norm of x + residual, x + residual), all [T, hidden]; without residual, x alone. RMSNorm if bias is None,
-        else LayerNorm. whole: also unrounded. May overwrite x and residual.
+        """Return (norm of x + residual, x + residual), all [T, hidden], or those of x alone without residual. The norm
+        is RMSNorm if bias is None, otherwise LayerNorm. If `whole`, the result also has unrounded values. May overwrite
+        x and residual.
         """
 
     @abstractmethod
     def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
-        """silu_mul or gelu_mul of gate_up [T, 2 * F]: [T, F]."""
+        """Return silu_mul or gelu_mul of gate_up [T, 2 * F], rounded [T, F]. If `whole`, also unrounded."""
 
 
 class RoundedInputLinear:
-    """Accepts RoundedActivations if one of its parts does."""
+    """A linear of one or more parts that accepts RoundedActivations if a part does."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """One for each part, for `rows` rows; None: unrounded."""
+        """Return the rounding of each part for x of `rows` rows, or None for parts that need unrounded x."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """None: do not round."""
+    """Return the rounding of x for the linears that read it, and whether one needs unrounded x. None means not to
+    round.
+    """
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

@@ -1,5 +1,5 @@
-"""Every kernel in plain PyTorch, for any device. Defines the results of other backends, and is the fallback if nothing
-is compiled. Rows never share a reduction, so results do not depend on the batch.
+"""Every kernel in plain PyTorch, for any device. It defines the results of other backends, and is the fallback if
+nothing is compiled. Rows never share a reduction, so results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
+"""Number of most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
 
 
 class ReferenceBackend(Backend):
@@ -66,7 +66,9 @@ class ReferenceBackend(Backend):
     context_parallel_ranks = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: batch-invariant on a GPU. This needs Triton, so the backends of kernels/gpu implement it."""
+        """If `deterministic`, the backend is batch-invariant on a GPU. This needs Triton, so only the backends of
+        kernels/gpu implement it.
+        """
         self.deterministic = deterministic
 
     def description(self) -> str:
@@ -81,7 +83,7 @@ class ReferenceBackend(Backend):
         return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, this rank's tokens of a block, K, D], plus scales if quantized."""
+        """Return [blocks, this rank's tokens of a block, K, D], where D includes the scales if quantized."""
         return (
             num_blocks,
             self.block_size // self.context_parallel_ranks,
@@ -129,7 +131,7 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """q [T, H, D] over this rank's tokens; see `PartialSoftmax.to_packed_tensor`."""
+        """Attend from q [T, H, D] to this rank's tokens. Returns `PartialSoftmax.to_packed_tensor`."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -296,7 +298,7 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """x: keys or values [T, K, D]."""
+    """Store x, which is keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -312,7 +314,7 @@ def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
 
 
 def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
-    """[R, vocab]; 0 for dropped tokens. Rows are not renormalized."""
+    """Return probabilities [R, vocab], 0 for dropped tokens. Rows are not renormalized."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)
     if (top_k < logits.shape[1]).any() or (top_p < 1).any():
@@ -321,7 +323,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """[R, 1]: least probability that top-k, then top-p of the rest, keep."""
+    """Return [R, 1]: the least probability that top-k, then top-p among the tokens left, keep."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))
@@ -341,7 +343,7 @@ def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
 
 
 def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """First token with a cumulative probability above u [R] times the row's total: [R] int64."""
+    """Return the first token with a cumulative probability above u [R] times the row's total: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
     # u * total can round up to the total.
@@ -380,16 +382,18 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Otherwise F.linear multiplies. Its algorithm, and so a row's bits, may depend on the number of rows."""
+    """Return whether oneDNN's packed weights are available. Without them F.linear multiplies, whose algorithm, and so a
+    row's bits, may depend on the number of rows.
+    """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The blocked layout is up to twice as fast as F.linear for 1 to 16 rows. A row has the same bits for 2 or more
-    rows (measured in float32, where F.linear fails this, and bfloat16). A single row takes another path, so it is
-    doubled.
+    """Pack the weight in oneDNN's blocked layout, which is up to twice as fast as F.linear for 1 to 16 rows. A row has
+    the same bits with any number of rows from 2 up (measured in bfloat16, and in float32, where F.linear fails this). A
+    single row takes another path in oneDNN, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -25,28 +25,28 @@ class MoEComponents:
     """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
 
     router: LinearFunction
-    """[T, hidden] to scores [T, experts] float32."""
+    """Maps [T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[LinearFunction]
     down: Sequence[LinearFunction]
     routing: Routing
     clamped_swiglu: ClampedSwiGLU | None = None
-    """None: SiLU gate without limits."""
+    """None means a SiLU gate without limits."""
     activation: Activation | None = None
-    """For MLPs without gates. `gate_up` is then the up projection alone."""
+    """The activation of MLPs without gates. `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
-    """[experts] float32; affects only the choice (DeepSeek-V3, 2024)."""
+    """[experts] float32, added to scores only for the choice of experts (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
     """[experts] float32 factors of the final weights."""
     has_gelu_gates: bool = False
-    """Tanh-approximated GELU instead of SiLU."""
+    """If True, gates are tanh-approximated GELU instead of SiLU."""
     has_float32_router: bool = False
-    """x is converted to float32 for the router."""
+    """If True, x is converted to float32 for the router."""
     first_expert: int = 0
-    """Index of the first expert in `gate_up` and `down`. Other ranks have the others."""
+    """Index of the first expert in `gate_up` and `down`. Other ranks have the other experts."""
 
 
 def choose_experts(scores: Tensor, experts: MoEComponents) -> tuple[Tensor, Tensor]:
-    """Experts [T, top_k] int64 and their weights for scores [T, experts]."""
+    """Return the chosen experts [T, top_k] int64 and their weights for scores [T, experts]."""
     chosen, weights = _apply_rule(scores, experts.routing, experts.score_correction_bias)
     return chosen, weights if experts.expert_scales is None else weights * experts.expert_scales[chosen]
 
@@ -62,7 +62,7 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
         weights = scores.softmax(-1)
     else:
         raise ValueError(f"there is no routing by {routing.score_function!r}")
-    # Scores have the order of weights, without the ties of weights close to 0 or 1.
+    # Scores have the order of weights, but not the ties of weights that round to 0 or 1.
     wanted = scores if correction is None and routing.group_score_top_k == 1 else weights
     wanted = wanted if correction is None else wanted + correction
     chosen = _top_indices(_mask_to_best_groups(wanted, routing), routing.top_k)
@@ -73,7 +73,7 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
-    """[T, count], largest first."""
+    """Return the indices of the largest values, [T, count], largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

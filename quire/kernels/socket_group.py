@@ -1,4 +1,4 @@
-"""Process group of CPU ranks without shared memory: one socket per pair of ranks.
+"""A process group of CPU ranks without shared memory, with one socket per pair of ranks.
 
 On a busy two-core machine PyTorch's gloo takes a median of 330 microseconds to gather 2 to 8 KB and 8 ms for 1.2 MB.
 This group takes 150 microseconds and 2.6 ms.
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 _CHUNK_BYTES = 1 << 16
-"""All ranks send a chunk before they read, so sockets must buffer one without blocking."""
+"""All ranks send a chunk before they read, so sockets must buffer a chunk without blocking."""
 _KEY_BYTES = 16
-"""A rank publishes its key in the store and requires it of connecting peers."""
+"""Bytes of a rank's key, which the rank publishes in the store and requires of connecting peers."""
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _GREETING_SECONDS = 1.0
@@ -32,7 +32,7 @@ class SocketGroup:
     """
 
     def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
-        """address: this machine's; other ranks find it in the store."""
+        """`address` is this machine's. Other ranks find it in the store."""
         self._store = store
         self._rank = rank
         self._count = count
@@ -41,7 +41,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """In rank order. Both must be contiguous."""
+        """Gather x of all ranks to `out` in rank order. Both tensors must be contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -49,15 +49,15 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Part r of out is rank r's part of x for this rank. Both must be contiguous with equal parts. Split sizes must
-        be [].
+        """Send part r of x to rank r, and receive rank r's part in part r of `out`. Both tensors must be contiguous and
+        have equal parts. Split sizes must be [].
         """
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
-        """Sends rank 0's."""
+        """Overwrite the tensor with rank 0's."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:
@@ -68,7 +68,7 @@ class SocketGroup:
         return CompletedWork()
 
     def allreduce(self, tensors: Sequence[Tensor]) -> CompletedWork:
-        """Adds in rank order."""
+        """Sum the ranks' tensors in place, in rank order."""
         (x,) = tensors
         parts = x.new_empty((self._count, *x.shape))
         self.allgather_base(parts, x)
@@ -76,14 +76,14 @@ class SocketGroup:
         return CompletedWork()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
-        """Must be contiguous. The receiver must receive in send order."""
+        """The tensor must be contiguous. The receiver must receive in the order of sending."""
         self._connect_peers()
         (x,) = tensors
         self._peers[rank].sendall(_tensor_bytes(x.flatten()))
         return CompletedWork()
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
-        """Must be contiguous."""
+        """The tensor must be contiguous."""
         self._connect_peers()
         (x,) = tensors
         _receive_into(self._peers[rank], _tensor_bytes(x.flatten()))
@@ -96,7 +96,9 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """`outgoing`: one buffer per rank, of equal length. `out` receives the ranks' buffers in rank order."""
+        """Send one buffer of `outgoing` to each rank, all of equal length. `out` receives the ranks' buffers in rank
+        order.
+        """
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -128,7 +130,7 @@ class SocketGroup:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _CHUNK_BYTES)
         weakref.finalize(self, _close_sockets, list(peers.values()))
         self._peers = dict(sorted(peers.items()))
-        if self._aborted.is_set():  # since the last check
+        if self._aborted.is_set():  # by another thread, since the last check
             raise ConnectionAbortedError
 
     def _connect_lower_ranks(self, peers: dict[int, socket.socket]) -> None:
@@ -139,7 +141,7 @@ class SocketGroup:
                 peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
-        """Rejects peers without the key."""
+        """Accept a peer of a higher rank. Peers without the key are rejected."""
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(_GREETING_SECONDS)
@@ -169,7 +171,7 @@ def _tensor_bytes(x: Tensor) -> memoryview:
 
 
 def _receive_into(peer: socket.socket, into: memoryview) -> None:
-    """Raises OSError."""
+    """Fill `into`. Raises OSError."""
     while into:
         count = peer.recv_into(into)
         if not count:

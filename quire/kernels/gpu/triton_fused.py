@@ -107,7 +107,7 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate
     if GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi), as sigmoid(2u) is (1 + tanh(u)) / 2
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2u, as (1 + tanh(u)) / 2 is sigmoid(2u)
     value = gate / (1.0 + tl.exp(-slope)) * up.to(tl.float32)
     return value.to(up.dtype)
 

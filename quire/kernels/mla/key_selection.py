@@ -8,12 +8,12 @@ from torch import Tensor
 
 _KEY_TILE = 128
 _QUERY_TILE = 16
-"""All matrix products have these sizes, so that a row's sums do not depend on the batch."""
+"""All matrix products have these tile sizes, so that a row's sums do not depend on the batch."""
 
 
 def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:
-    """[T, top_k] int32 as in `Operations.select_keys`, for q [T, H, D] and weights [T, H] of one sequence's tokens, and
-    its keys [N, D].
+    """Return [T, top_k] int32 as `Operations.select_keys` does, for q [T, H, D] and weights [T, H] of one sequence's
+    tokens, and the sequence's keys [N, D].
     """
     selected = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
     for begin in range(0, len(q), _QUERY_TILE):
@@ -27,7 +27,7 @@ def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor,
 
 
 def _score_keys(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """Returns [rows, N], for at most _QUERY_TILE rows; float64 if q is, otherwise float32."""
+    """Return scores [rows, N] of at most _QUERY_TILE rows, in float64 if q is float64, otherwise in float32."""
     rows, heads, dim = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = F.pad(q.to(compute), (0, 0, 0, 0, 0, _QUERY_TILE - rows)).view(-1, dim)

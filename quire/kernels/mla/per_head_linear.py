@@ -11,7 +11,9 @@ from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferencePerHeadLinear:
-    """The last `passthrough_dim` elements of a head's input follow its outputs unchanged."""
+    """One linear for each head. The last `passthrough_dim` elements of a head's input are not multiplied, but appended
+    to the head's outputs.
+    """
 
     def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
         self._linears, self._passthrough_dim = linears, passthrough_dim
@@ -36,8 +38,8 @@ class ExpandablePerHeadLinear(Protocol):
     def attend_expanded(
         self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """[T, H * V] for rotated, unabsorbed queries [T, H, P + R]. expand: linears from latent space to values. cache
-        [P, page size, 1, L + R] must hold all latents of these tokens.
+        """Return [T, H * V] for rotated, unabsorbed queries [T, H, P + R]. `expand` has the linears from latent space
+        to values. The cache [P, page size, 1, L + R] must hold all latents of these tokens.
         """
 
 

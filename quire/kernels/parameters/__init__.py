@@ -1,1 +1,1 @@
-"""Architecture specs share these. Never imports torch."""
+"""Parameters that architecture specs and kernels share. This package never imports torch."""

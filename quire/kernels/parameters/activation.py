@@ -11,7 +11,7 @@ ACTIVATION_KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu", "times")
 class Activation:
     kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "times"]
     """GELU (Hendrycks and Gimpel, 2016), exact or tanh-approximated; ReLU and its square (So et al., 2021); xIELU
-    (Huang and Schlag, 2024); "times": a factor.
+    (Huang and Schlag, 2024); or "times", which multiplies by `slope`.
     """
     positive_alpha: float = 0.0
     """a of xIELU's a x^2 + b x for x above 0."""
@@ -26,7 +26,9 @@ GELU = Activation("gelu")
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gpt-oss (2025): g * sigmoid(alpha * g) * (u + 1), with gate g at most `limit` and u in [-limit, limit]."""
+    """The gate of gpt-oss (2025): g * sigmoid(alpha * g) * (u + 1), with gate g at most `limit` and u in [-limit,
+    limit].
+    """
 
     alpha: float
     limit: float

@@ -4,36 +4,38 @@ from dataclasses import dataclass
 from typing import Literal
 
 COMPILED_SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
-"""Numbered as in kernels/cpu/decoder/routing.h. Others are computed by kernels/routing.py."""
+"""Score functions with a C++ kernel, numbered as in kernels/cpu/decoder/routing.h. kernels/routing.py computes the
+others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Ties choose the first."""
+    """How a router chooses experts. Among equal scores, the first experts are chosen."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
-    """softmax: over all experts. sigmoid: of the score. mixer: in order of choice, softmax over the experts not yet
-    chosen and not much smaller (SparseMixer: Liu et al., 2024).
+    """softmax: of the scores of all experts. sigmoid: of each score. mixer: for each choice, softmax over the experts
+    that are not yet chosen and whose scores are not much smaller than the best (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
-    """Divide the chosen weights by their sum. No effect on SparseMixer."""
+    """Divide the chosen weights by their sum. This has no effect on SparseMixer."""
     normalizer_eps: float = 0.0
-    """Added to that sum."""
+    """Added to the sum that divides the chosen weights."""
     scale: float = 1.0
     """Factor of the final weights."""
     num_groups: int = 1
     """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1
-    """Experts come from this many groups, which are chosen first (DeepSeek-V2, 2024)."""
+    """Experts are chosen from this many groups, which are chosen first (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of this many best experts."""
     softcap: float | None = None
-    """c turns a score s into c * tanh(s / c)."""
+    """With a softcap c, a score s becomes c * tanh(s / c)."""
     weights_inputs: bool = False
-    """Weights multiply an expert's input, not its output (Llama 4, 2025)."""
+    """If True, weights multiply an expert's input instead of its output (Llama 4, 2025)."""
     jitter: float = 0.0
-    """SparseMixer keeps scores s with (max - s) / max(|s|, max) of at most twice this."""
+    """SparseMixer keeps scores s for which (max - s) / max(|s|, max) is at most twice this."""
 
     def invalid_reason(self, count: int) -> str | None:
         if self.top_k > count:

@@ -1,5 +1,5 @@
-"""Tries a backend on the device before it is chosen. Only running it shows that it was built for another GPU, PyTorch
-or driver.
+"""Tries a backend on the device before it is chosen. Only a run shows whether it was built for another GPU, PyTorch or
+driver.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function; returns a function that replays it, and the tensor with its result."""
+"""Records a function as a CUDA graph. Returns a function that replays the graph, and the tensor with its result."""
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens, and most query rows per KV head. flash-attn 4 has another kernel for rows that fit one tile."""
+"""Tokens, and maximum query rows per KV head. flash-attn 4 has another kernel for rows that fit one tile."""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Gives few keys most of the weight, so that a scale that is a few percent off changes means by more than rounding
-does.
+"""Factor of queries, which gives few keys most of the weight. A scale that is a few percent off then changes means by
+more than rounding does.
 """
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""For means of normally distributed values: above the rounding of 16-bit types and 8-bit pages, below the error of a
-wrong scale, a missing key or another sequence's page.
+"""Tolerances for means of normally distributed values. They are above the rounding of 16-bit types and 8-bit pages, and
+below the error of a wrong scale, a missing key or another sequence's page.
 """
 
 
@@ -46,31 +46,33 @@ class BackendProbe(ABC):
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """None: the model's dtype."""
+    """None means the model's dtype."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None if it matches the reference."""
+        """Return why the backend cannot compute here, in one sentence, or None if it matches the reference."""
         try:
             return self.find_mismatch(backend)
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # libraries raise exceptions of any class
             return describe_kernel_error(error)
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """Any exception counts as a mismatch."""
+        """Return how results differ from the reference, or None. Any exception counts as a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Prefill, decode and mixed batch of two sequences, one several pages long. Then two short prompts."""
+    """Tries a prefill, a decode and a mixed batch of two sequences, one of them several pages long, then two short
+    prompts.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     softcap: float | None = None
     has_windows: bool = False
-    """A library may be built without them."""
+    """If True, also try windows, because a library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
     """Try only a graph with a prefill chunk of known maximum length."""
@@ -141,7 +143,7 @@ class PagedAttentionProbe(BackendProbe):
         softmax: AttentionParams,
         expected: Tensor,
     ) -> str | None:
-        """Captures with other metadata, to reveal what a library reads from it on the host."""
+        """Capture with other metadata than is replayed, to reveal what a library reads from it on the host."""
         q, k_cache, v_cache = stored
         lengths = (2 * backend.block_size + 5, 3)
         rows, wanted = make_mixed_step(self.device, lengths, backend.block_size)
@@ -174,7 +176,7 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
-        """[T, H, D] float32 on the CPU."""
+        """Return the reference's result [T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
@@ -197,7 +199,7 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Why a graph cannot hold the step. before: called between capture and replay."""
+    """Return why a graph cannot hold the step, or None. `before` is called between capture and replay."""
     try:
         replay, result = capture(step)
         before()
@@ -209,7 +211,7 @@ def check_graph_replay(
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """False for NaN."""
+    """Return whether all values are within tolerance, which NaN never is."""
     return bool(
         ((got.cpu().float() - expected).abs() < _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.abs()).all()
     )
@@ -218,8 +220,8 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Indices and metadata of the last chunk of the first prompt and one token of the second. swapped: one token of the
-    first and a chunk of the second, with the same total.
+    """Return indices and metadata of a step with the last chunk of the first prompt and one token of the second. If
+    `swapped`, it has one token of the first and a chunk of the second, with the same total.
     """
     counts = (block_size + 2, 1)
     if swapped:
@@ -231,7 +233,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """The sequences have pages (3, 1, 4) and (2, ...)."""
+    """Return metadata for the last tokens of two sequences, which have pages (3, 1, 4) and (2, 2, 2)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

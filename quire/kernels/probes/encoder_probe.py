@@ -57,7 +57,7 @@ class EncoderProbe(BackendProbe):
     def _run_ops(
         self, backend: Backend, inputs: _ProbeInputs, lengths: tuple[int, ...], window: int | None, size: int
     ) -> list[Tensor]:
-        """`size`: tokens per block."""
+        """`size` is the number of tokens per block."""
         device, dtype = inputs.qkv.device, inputs.qkv.dtype
         shape = (_NUM_PAGES, size, self.heads, self.head_dim)  # the layout of all GPU backends
         k_cache, v_cache = torch.zeros((2, *shape), dtype=dtype, device=device)

@@ -21,16 +21,18 @@ from quire.kernels.reference import ReferenceBackend
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""As in backend_probe.py, for the larger scores of long latent keys."""
+"""Like _QUERY_SCALE of backend_probe.py, but for the larger scores of long latent keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Prefill, absorbed and (if supported) expanded; decodes; and a decode with the last part of a prefill."""
+    """Tries prefills, absorbed and (if supported) expanded; a decode batched with the last chunk of a prefill; and
+    decodes.
+    """
 
     heads: int
     dims: tuple[int, int, int, int]
-    """Latent, rotated part, other part of a query, value."""
+    """Sizes of the latent, of the rotated and the other part of a query, and of a value."""
     is_interleaved: bool = True
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -79,7 +81,7 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
-        """Rounded to the model's dtype, then float32 on the CPU."""
+        """Return random numbers that are rounded to the model's dtype, as float32 on the CPU."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
@@ -97,7 +99,7 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Rounds stored keys and queries to the model's dtype."""
+        """Return the reference's result. Stored keys and queries are rounded to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

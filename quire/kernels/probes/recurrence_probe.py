@@ -14,8 +14,9 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences, in slots 2 and 0. The first is long enough for chunks. The second step has two draft tokens
-of the first and a token of the second. The third, after accepting one draft, has a token of each.
+"""Tokens of two sequences, in slots 2 and 0. The first sequence is long enough for chunks. The second step has one
+token and two drafts of the first sequence, and a token of the second. The third step, after one draft is accepted, has
+a token of each.
 """
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4
@@ -23,9 +24,9 @@ _CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """Prompts, drafts in a mixed step, their acceptance, a decode graph. The reference also rounds the convolution's
-    output and the result, because unrounded inputs change some results of large state spaces by more than a useful
-    tolerance.
+    """Tries prompts, drafts in a mixed step, a step after one is accepted, and a decode graph. The reference also
+    rounds the convolution's output and the result, because unrounded inputs change some results of large state spaces
+    by more than a useful tolerance.
     """
 
     rule: Any
@@ -100,7 +101,7 @@ class _ProbeLayer:
         return self.make_step_function(numbers, metadata)().cpu().float()
 
     def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
-        """The function reads nothing on the host."""
+        """Return a function that runs one step. The function reads nothing on the host."""
         there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
         rows = [

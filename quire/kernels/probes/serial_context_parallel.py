@@ -15,8 +15,9 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class SerialContextParallel(ReferenceBackend):
-    """All ranks in one process, for trials and tests. A page holds all ranks' tokens in the order of one process, so a
-    rank's cache is a view. Not for quantized pages, where scales follow all codes.
+    """Computes all ranks in one process, for trials and tests. A page holds all ranks' tokens in the order that one
+    process would use, so each rank's cache is a view. Quantized pages are unsupported, because their scales follow all
+    codes.
     """
 
     name = "in turn"

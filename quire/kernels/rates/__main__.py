@@ -32,7 +32,9 @@ def _best_seconds(weight: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def measure_rates() -> dict[str, float]:
-    """Multiplies one row by 256 MiB of float32, more than caches hold, and many rows by a bfloat16 matrix."""
+    """Measure the rates with products: one row by 256 MiB of float32, more than caches hold, and many rows by a
+    bfloat16 matrix.
+    """
     reading = _best_seconds(torch.ones(_NUM_OUTPUTS, _NUM_INPUTS), torch.ones(1, _NUM_INPUTS))
     weight = torch.randn(_NUM_INPUTS, _NUM_INPUTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     multiplying = _best_seconds(weight, torch.ones(_NUM_ROWS, _NUM_INPUTS, dtype=torch.bfloat16))

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 
 L2_NORM_EPS = 1e-6
-"""Added to squared lengths."""
+"""Added to the squared lengths of q and k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DeltaRule(Recurrence):
     """[value] float32."""
     eps: float
     num_key_heads: int
-    """Each serves the same number of consecutive value heads."""
+    """Each key head serves the same number of consecutive value heads."""
     key_dim: int
     has_sigmoid_gate: bool = False
 
@@ -65,7 +65,7 @@ class DeltaRule(Recurrence):
         return matrices, (matrices * q[:, :, None]).sum(1)
 
     def _split_inputs(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k [heads, key], v [heads, value], decay [heads, key or 1] and beta [heads]."""
+        """Return q and k [heads, key], v [heads, value], decay [heads, key or 1] and beta [heads]."""
         keys, dtype = self.num_key_heads * self.key_dim, numbers.dtype
         sizes = [keys, keys, self.num_heads * self.value_dim, self.num_heads, len(self.dt_bias)]
         q, k, v, b, a = numbers.split(sizes)

@@ -1,8 +1,8 @@
 """Recurrent states with one matrix per head.
 
-Tokens are computed one by one, so bits do not depend on how a sequence is cut into steps. A slot keeps the matrices
-after the last verified token and the inputs of draft tokens. A later step applies the accepted ones before its own
-tokens.
+Tokens are computed one by one, so bits do not depend on how a sequence is divided into steps. A slot keeps the matrices
+after the last verified token, and the inputs of draft tokens. A later step applies the accepted draft tokens before its
+own tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class RecurrentStates:
 @dataclass(frozen=True, slots=True)
 class StateAndVerifiedCounts:
     num_state_tokens: Tensor
-    """[S] int32: tokens applied to the matrices. The slot keeps the accepted draft tokens between these and the step's
-    own.
+    """[S] int32: number of tokens that the matrices include. The slot keeps the inputs of the accepted draft tokens
+    between these and the step's tokens.
     """
     num_verified_tokens: Tensor
-    """[S] int32: tokens before the first draft token of this step."""
+    """[S] int32: number of tokens before the first draft token of this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """See AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence in the
-    first row's place, and the other places are empty.
+    """AttentionMetadata's fields for recurrent layers. If attention has one row per token, the consecutive rows of a
+    slot form one sequence here. It takes the place of the first row, and the places of the other rows are empty.
     """
 
     query_start: Tensor
@@ -49,12 +49,12 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def input_dim(self) -> int:
-        """Elements per token that update or read the matrices."""
+        """Number of elements per token that update or read the matrices."""
 
     @property
     @abstractmethod
     def head_inputs_dim(self) -> int:
-        """Further elements per token, the same number for each head."""
+        """Number of further elements per token, the same for each head."""
 
     @property
     def draft_inputs_dim(self) -> int:
@@ -62,13 +62,14 @@ class Recurrence(ABC):
 
     @abstractmethod
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply one token's elements [draft_inputs_dim]; return new matrices [heads, key, value] and readout [heads,
-        value]. Takes one token at a time because bits of PyTorch's elementwise functions depend on the length.
+        """Apply one token's elements [draft_inputs_dim]. Return new matrices [heads, key, value] and the readout
+        [heads, value]. Tokens are applied one at a time, because bits of PyTorch's elementwise functions depend on the
+        length.
         """
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """Normalize and gate: [heads * value] in z's dtype."""
+        """Normalize and gate a readout. Return [heads * value] in z's dtype."""
 
 
 def run_recurrence(
@@ -80,7 +81,9 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """slots_of [S]. Raises IndexError for more draft tokens than a slot keeps."""
+    """Run `rule` on all sequences, whose slots are slots_of [S]. Raises IndexError for more draft tokens than a slot
+    keeps.
+    """
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (
@@ -100,7 +103,9 @@ def run_recurrence(
 def _run_sequence(
     inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
-    """The first `known` of `context` tokens are verified; the matrices hold the first `seen`."""
+    """Run one sequence. The first `known` of its `context` tokens are verified, and the matrices include the first
+    `seen`.
+    """
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:

@@ -29,7 +29,7 @@ class SelectiveScan(Recurrence):
     skip: Tensor
     """[heads * value] float32."""
     b_norm: Tensor | None
-    """[key] float32. Both norms are None if there are none."""
+    """[key] float32. Both norms are None if b and c are not normalized."""
     c_norm: Tensor | None
     """[key] float32."""
     eps: float

@@ -1,10 +1,10 @@
-"""Gated convolutions (LFM2: Liquid AI, 2025): per channel, a token's column is b * x rounded to their dtype, and the
-result is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024),
-the column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
+"""Short convolutions. With gates (LFM2: Liquid AI, 2025), a token's column is b * x per channel, rounded to their
+dtype, and the result is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang
+et al., 2024), the column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
 
-A column's place follows from its position alone, so bits do not depend on how a sequence is cut into steps. A block
-holds the last columns of each of its pieces, for prefix cache hits. The sequence's slot holds the others, or all if
-another state is too large for blocks.
+A column's place follows from its position alone, so bits do not depend on how a sequence is divided into steps. A block
+is divided into pieces, and holds the last columns of each for prefix cache hits. The sequence's slot holds the other
+columns, or all columns if another state is too large for blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ShortConv:
     weight: Tensor
-    """[width, channels] float32, oldest column first; width is at least 2."""
+    """[width, channels] float32, where the first row is for the oldest column. width is at least 2."""
     bias: Tensor | None
     """[channels] float32."""
     is_gated: bool = True
@@ -38,12 +38,14 @@ class ConvStates:
     """Columns in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
-    """[blocks, pieces per block, width - 1, channels]: last columns of pieces; None: blocks hold none."""
+    """[blocks, pieces per block, width - 1, channels]: the last columns of each piece. None if blocks hold no
+    columns.
+    """
     piece_tokens: int
     """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
-    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot. There are at least width - 1 plus the
-    maximum of draft tokens, so that rejected drafts overwrite nothing that is needed.
+    """[slots, columns_per_slot, channels]. The column of position p is at p % columns_per_slot. columns_per_slot is at
+    least width - 1 plus the maximum of draft tokens, so that rejected drafts overwrite nothing that is needed.
     """
 
     @property
@@ -54,8 +56,8 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """where: query_start, context_lens and state_slots of AttentionMetadata. Runs sequences in order, because a later
-    one may start from an earlier one's columns.
+    """`where` has query_start, context_lens and state_slots of AttentionMetadata. Runs sequences in order, because a
+    sequence may start from columns that an earlier one stores.
     """
     fresh, gates = bcx, None
     if conv.is_gated:
@@ -85,7 +87,7 @@ def _convolve_sequence(
     for at in range(first, context):
         if at >= context - places.columns.columns_per_slot or places.is_stored_in_page(at):
             places.stored_column_view(at).copy_(fresh[at - first])
-    if c is None:  # row by row: vectorized SiLU's bits depend on the length
+    if c is None:  # row by row, because the bits of vectorized SiLU depend on the length
         return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
     return (c.to(wide) * total).to(fresh.dtype)
 

@@ -1,8 +1,8 @@
-"""Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
+"""Layers in pinned host memory (--cpu-offload-gb). A side stream copies each layer to its slot on the GPU while earlier
 layers are computed.
 
-After a pass no copy is running, so CUDA graphs can record it. Events order the streams: a slot is overwritten after its
-layer is computed, and a layer is computed after its copy has arrived.
+After a pass no copy is running, so CUDA graphs can record the pass. Events order the streams: a slot is overwritten
+after its layer is computed, and a layer is computed after its copy has arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 @runtime_checkable
 class OffloadableLinear(Protocol):
-    """Reads these tensors at each call, so their storage may move between calls."""
+    """A linear that reads `offloadable_tensors` at each call, so their storage may move between calls."""
 
     @property
     def offloadable_tensors(self) -> Sequence[Tensor]: ...
@@ -51,11 +51,13 @@ class HostLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(sizes)
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Moves its tensors off the device, so loading never needs much more memory than the resident layers."""
+        """Move the linear's tensors off the device, so that loading never needs much more memory than the resident
+        layers.
+        """
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return
         for tensor in linear.offloadable_tensors:
-            if not tensor.is_contiguous():  # copied as bytes
+            if not tensor.is_contiguous():  # tensors are copied as bytes
                 continue
             self._offloaded.setdefault(layer, []).append(
                 _OffloadedTensor(tensor, tensor.cpu().clone().view(tensor.shape))

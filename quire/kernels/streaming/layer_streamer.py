@@ -1,4 +1,4 @@
-"""Streamed layers share a few memory slots of the largest layer's size. A layer always has the same slot, so its
+"""Streamed layers share a few memory slots, each of the largest layer's size. A layer always has the same slot, so its
 linears find weights at fixed addresses. Bits do not change.
 """
 
@@ -20,11 +20,11 @@ class LayerStreamer(WeightOffloader):
     def __init__(self, choice: LayerSelector, slots: int) -> None:
         self._select_layers, self._num_slots = choice, slots
         self.streamed_layers: Sequence[int] = []
-        """Ascending; known after loading."""
+        """In ascending order. Known after loading."""
         self._stream_positions: dict[int, int] = {}
 
     def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
-        """Sizes are approximate, from before weights are read. Raises the selector's ValueError."""
+        """Take the approximate sizes of layers before weights are read. Raises the selector's ValueError."""
         return None
 
     @abstractmethod
@@ -33,11 +33,11 @@ class LayerStreamer(WeightOffloader):
 
     @abstractmethod
     def enter_layer(self, layer: int) -> None:
-        """Called before a layer is computed. Work queued after this finds its weights."""
+        """Called before a layer is computed. Work that is queued afterwards finds the layer's weights."""
 
     @abstractmethod
     def leave_layer(self, layer: int) -> None:
-        """Called once a layer is computed, or its work is queued."""
+        """Called after a layer is computed, or after its work is queued."""
 
     @abstractmethod
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
@@ -47,7 +47,7 @@ class LayerStreamer(WeightOffloader):
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
-        """The layer must be streamed."""
+        """Return the slot of a layer, which must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 class OffloadCounts(NamedTuple):
     experts_read: int = 0
-    """Each expert counts once a step."""
+    """Experts that steps used. Each expert counts once per step."""
     experts_kept: int = 0
     experts_guessed: int = 0
-    """Prefetched before their router had chosen."""
+    """Experts that were prefetched before their router had chosen."""
     experts_guessed_right: int = 0
     """Prefetched experts that the router then chose."""
     disk_bytes: int = 0
-    """0 if the OS does not report them."""
+    """Bytes read from disks, or 0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):
@@ -24,21 +24,23 @@ class WeightOffloader(ABC):
 
     @abstractmethod
     def finish_loading(self) -> None:
-        """Call after all weights are loaded. Raises ValueError if none can be offloaded, or the others do not fit."""
+        """Call after all weights are loaded. Raises ValueError if no weights can be offloaded, or if the remaining
+        weights do not fit.
+        """
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """For the log."""
+        """Text for the log."""
 
     @property
     @abstractmethod
     def saved_bytes(self) -> int:
-        """On the computing device."""
+        """Bytes saved on the computing device."""
 
     def prepare_for_step(self) -> None:  # noqa: B027 - some offloaders need nothing
         """Call before a step, when no read is running."""
 
     def total_offload_counts(self) -> OffloadCounts:
-        """All 0 if no disk is read."""
+        """Return the counts since loading. All are 0 if no disk is read."""
         return OffloadCounts()
