@@ -32,7 +32,7 @@ EXPORTED void argmax_f32(const float* x, int64_t* out, long rows, long size, int
         if (most > best) best = most, block = i;
       }
       long at = block;
-      while (at + 1 < size && row[at] != best) ++at;  // finds it within the stretch, unless a value is NaN
+      while (at + 1 < size && row[at] != best) ++at;  // finds `best` in its stretch, unless a value is NaN
       out[r] = at;
     }
   });

@@ -6,8 +6,8 @@
 
 namespace {
 
-// With less work (see split_work) one thread does everything. It needs about 7 microseconds for this much; waking
-// threads takes 3.
+// With less work (in units of split_work) one thread does everything. It needs about 7 microseconds for this much work;
+// waking threads takes 3.
 constexpr long kOneThreadWork = 400000;
 
 template <class T>
@@ -33,7 +33,7 @@ void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* nex
   for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
 }
 
-// Results of work items that are single tiles, by row, until they are merged.
+// Results of work items with one tile each, by row, until they are merged.
 struct TileResults {
   std::vector<Partial> partials;
   std::vector<float> values;
@@ -111,7 +111,8 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
   return 0;
 }
 
-// Whether each token selects keys up to its own position, in ascending order: as many as there are, or batch.most.
+// Whether each token selects, in ascending order, keys up to its own position: all of them, or batch.most if that is
+// fewer.
 bool selects_seen_keys(const Batch& batch, int sequences) {
   for (int s = 0; s < sequences; ++s)
     for (long t = batch.starts[s]; t < batch.starts[s + 1]; ++t) {

@@ -19,13 +19,13 @@ struct Batch {
   KVFormat format;
   long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
   int heads, kv_heads, dim;
-  int values_dim;  // 0: values have `dim` numbers; otherwise they are the first numbers of their keys
+  int values_dim;  // 0: values have `dim` numbers; otherwise a value is the start of its key
   Softmax softmax;
   // If not null, the positions of the keys that each token sees: at most `most`, in ascending order. Tiles, windows and
   // the positions of work items then count only these keys.
   const int32_t* selected = nullptr;
   int most = 0;
-  // Where ranks divide the tokens, tile t is rank t % ranks's, and a page of the table has a tile of each of them.
+  // If ranks divide the tokens, rank t % ranks has tile t, and a page of the table has one tile of each rank.
   int rank = 0, ranks = 1;
 
   int group() const { return heads / kv_heads; }
@@ -33,14 +33,14 @@ struct Batch {
   int width() const { return padded(out_dim()); }
   static int padded(int numbers) { return (numbers + 15) / 16 * 16; }
 
-  // The page of these tokens of a sequence. They must be in a tile of this rank.
+  // The page with this block of a sequence's tokens, which must be in a tile of this rank.
   long page_of(int sequence, long block) const {
     const int32_t* pages = table + sequence * table_stride;
     if (ranks == 1) return pages[block];
     return static_cast<long>(pages[block / (kTileBlocks * ranks)]) * kTileBlocks + block % kTileBlocks;
   }
 
-  // The parts of a KV head in a page.
+  // A KV head's part of a page of keys, and of a page of values.
   template <class T>
   const char* keys_of(long page, int kv_head) const {
     return part<T>(keys, page * key_stride, kv_head);
@@ -54,7 +54,8 @@ struct Batch {
     return static_cast<const char*>(pages) +
            (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
   }
-  // Elements of a block's copies: of keys, where these are codes, and of values. A tile's values follow its keys.
+  // Elements of a block's copies: of its keys, if they are codes or selected, and of its values. A tile's copied values
+  // follow its keys.
   long copied_keys() const { return format.held == kPlain && !selected ? 0 : static_cast<long>(kBlock) * padded(dim); }
   long copied_values() const { return static_cast<long>(kBlock) * width(); }
   long copied() const { return copied_keys() + copied_values(); }
@@ -64,7 +65,7 @@ struct WorkItem {
   int sequence, kv_head;
   long first, count;  // the first query, as a token of the batch, and the number of queries
   long position;      // of the first query in its sequence
-  long end;           // the first key that its last query does not see any more
+  long end;           // the first key after those that the last query sees
   long tile;          // the only tile to compute; < 0: all
   long partial_row;   // with a single tile: the row of TileResults for its first row
 };
@@ -75,7 +76,7 @@ long first_tile(const Batch& batch, const WorkItem& item) {
 }
 long end_tile(const WorkItem& item) { return (item.end - 1) / kTile + 1; }
 
-// The first key that a query at this position of its sequence does not see any more.
+// The first key after those that a query at this position of its sequence sees.
 long seen_until(const Batch& batch, int sequence, long position) {
   const long end = position + 1 + batch.softmax.ahead, context = batch.contexts[sequence];
   return end < context ? end : context;
@@ -130,8 +131,8 @@ void share_block(const Batch& batch, const char* keys, T* copy, T* values_copy, 
   blocks.values[b] = values;
 }
 
-// Finds a block of the keys that the item's only query selects, and makes its values in `values_copy`. The keys are
-// copied, unless they are a page's.
+// Finds a block of the keys that the item's only query selects, and writes its values to `values_copy`. Keys are
+// copied, unless they are a whole block of the cache.
 template <class T>
 void gather_block(const Batch& batch, const WorkItem& item, long first, int valid, T* copy, T* values_copy, int b,
                   TileBlocks& blocks) {
@@ -272,8 +273,8 @@ INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) 
 }
 
 // Splits the batch into work items. Items of one KV head follow each other, so that its keys stay in L2. The longest
-// come first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds; reading a number of
-// a key counts as 4.
+// come first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds, where reading one
+// number of a key counts as 4.
 std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) {
   std::vector<WorkItem> items;
   const long queries = kItemRows / batch.group() > 1 && !batch.selected ? kItemRows / batch.group() : 1;

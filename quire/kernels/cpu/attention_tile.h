@@ -38,8 +38,8 @@ struct Softmax {
 struct TileBlocks {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
-  // What to prefetch meanwhile: the keys that are read next, and of codes also the values, which are read when they are
-  // expanded.
+  // What to prefetch meanwhile: the next keys and, if they are codes, the next values, because both are read when codes
+  // are expanded.
   const uint32_t *next_keys[kTileBlocks], *next_values[kTileBlocks];
   const bf16 *key_scales[kTileBlocks], *value_scales[kTileBlocks];  // if `scaled`: factors of each token's codes
   bool scaled;
@@ -53,8 +53,8 @@ struct Partial {
   float peak, total;
 };
 
-// The rows' queries. For each row, the first key that it sees, and the first that it does not see any more, relative to
-// the tile's first key, in ascending order. A bias is that of the tile's first key.
+// The rows' queries. A row sees the keys from from[r] to before until[r], counted from the tile's first key. Both
+// ascend with r. A bias is that of the tile's first key.
 struct Rows {
   const uint32_t* query[kMostTogether];
   long from[kMostTogether], until[kMostTogether];
@@ -253,7 +253,7 @@ INLINE void weigh_by_tiles(const bf16* weights, const TileBlocks& tile, int begi
   });
 }
 
-// attend_tile for 1 to 16 rows of bfloat16, by matrix tiles.
+// Like attend_tile, for 1 to 16 rows of bfloat16, by matrix tiles.
 INLINE void attend_by_tiles(int count, const Rows& rows, const TileBlocks& tile, const Softmax& softmax,
                             Partial* partial, float* out) {
   alignas(64) float scores[kTileRows * kTile];
@@ -270,7 +270,7 @@ INLINE void attend_by_tiles(int count, const Rows& rows, const TileBlocks& tile,
   weigh_by_tiles(weights, tile, seen.begin, seen.end, out);
 }
 
-// attend_tile for `count` rows, 1 to kTogether<T>.
+// Like attend_tile, for `count` rows, 1 to kTogether<T>.
 template <class T, int R = kRows>
 INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial,
                         float* out) {
@@ -307,7 +307,7 @@ INLINE void merge_few(int count, Partial* sum, float* values, const Partial* nex
   }
 }
 
-// The same for any number of rows.
+// Like merge_few, for any number of rows.
 INLINE void merge(int count, Partial* sum, float* values, const Partial* next, const float* next_values, int width) {
   constexpr int kMost = 8;  // rows
   for (; count > kMost;

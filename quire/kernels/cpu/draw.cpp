@@ -3,8 +3,8 @@
 //
 // A token's weight is e^(its scaled logit minus the largest one). Its mass is the weight in fixed point, because sums
 // of integers are exact in any order. Each filter is a threshold, the smallest weight that it keeps, stored as the bits
-// of the float, whose order is that of the floats. It is found without sorting, with histograms: the first one counts
-// weights by their top bits, the next one counts those in the threshold's bucket by the bits below, and so on.
+// of a float, which have the same order as floats. A threshold is found without sorting, with histograms: the first one
+// counts weights by their top bits, the next one counts those in the threshold's bucket by the bits below, and so on.
 #include "kernels.h"
 
 namespace {
@@ -20,7 +20,7 @@ INLINE uint32_t bits_of(float x) {
   return bits;
 }
 
-// Number and mass of the weights in each bucket: kBuckets values of the bits from `shift` up.
+// Number and mass of the weights in each bucket, by kBuckets values of the bits from `shift` up.
 struct Histogram {
   int count[kBuckets];
   int64_t sum[kBuckets];

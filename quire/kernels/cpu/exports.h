@@ -13,11 +13,11 @@ struct QuantizedPart {
   uint8_t* packed;
   const float* factors;  // [outs]: final factor of each output
   int outs, bits;
-  int group;    // inputs that share a scale; all of them, with the padding, if there are no scales but the factors
+  int group;    // inputs that share a scale; all, with the padding, if there are no scales but the factors
   int scales;   // whether groups have scales, and
   int offsets;  // whether they have offsets as well
-  int nested;   // inputs that share a half float, of which groups' scales are small multiples; 0: these are half floats
-  uint8_t table[2][16];  // what a nibble's lowest bits stand for, plus 128; of 2-bit codes, its highest bits
+  int nested;   // inputs that share a half float, whose multiples are groups' scales; 0: scales are half floats
+  uint8_t table[2][16];  // what a nibble's lowest bits stand for, plus 128; then, for 2-bit codes, its highest bits
 };
 
 struct QuantizedLinear {
@@ -51,14 +51,14 @@ struct PackedLinear {
   int compressed;
   int wide;                          // whether results are float32 instead of the weight's type
   const QuantizedLinear* quantized;  // replaces the weight unless null;
-  const Float8Linear* float8;        // so does this
+  const Float8Linear* float8;        // replaces the weight unless null
 };
 
 // Linears with their own inputs and outputs, side by side (mla/linear_blocks.cpp).
 struct LinearBlocks {
   const PackedLinear* linears;  // [count], all with the same numbers of inputs and outputs
   int count;
-  int passed;  // numbers after each one's inputs, which are copied after its outputs
+  int passed;  // numbers after a linear's inputs, which are copied to after its outputs
 };
 
 // How scores choose a row's experts (decoder/routing.h); kernels/parameters/routing.py explains the fields.
@@ -107,7 +107,7 @@ struct Experts {
 struct LoraPart {
   const void* up;  // [outs / 16][rank][16] of the linear's type, padded with zeros
   int first, outs;
-  int first_rank, rank;  // its part of the outputs of `down`
+  int first_rank, rank;  // this part's rows of `down`
 };
 
 struct LoraAdapter {
@@ -128,7 +128,7 @@ struct Collective {
   char* memory;   // mapped by all: counts, then two buffers per rank
   long capacity;  // bytes of a buffer
   int rank, count;
-  int parent;      // the process that this one must end with; 0: none
+  int parent;      // the parent process, without which waits fail; 0: none
   int spins;       // looks at another rank's count before sleeping
   uint32_t steps;  // steps begun so far
 };

@@ -39,7 +39,8 @@ INLINE uint8_t to_float8(float x) {
   return static_cast<uint8_t>(sign | (bits < 0x3c800000 ? small & 15 : rounded - (120 << 3)));
 }
 
-// Rounds a head of `dim` numbers to codes. Returns the scale of integers, in bfloat16; for 8-bit floats nothing.
+// Rounds a head of `dim` numbers to codes. Returns the scale of integers, in bfloat16. For 8-bit floats the result
+// means nothing.
 template <class T>
 INLINE bf16 round_head(const T* x, int dim, int held, float scale, uint8_t* codes) {
   float numbers[16];
@@ -78,7 +79,7 @@ INLINE void store_key_codes(const T* key, const KVFormat& format, uint8_t* keys,
   if (format.held == kInt8) __builtin_memcpy(keys + kBlock * dim + slot * sizeof(bf16), &scale, sizeof(bf16));
 }
 
-// Also writes its value, to the part of values.
+// Writes a head of one token to its page's parts of keys and of values.
 template <class T>
 INLINE void store_codes(const T* key, const T* value, const KVFormat& format, uint8_t* keys, uint8_t* values, int slot,
                         int dim, uint8_t* codes) {

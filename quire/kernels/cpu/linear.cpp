@@ -125,8 +125,8 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   finish_block<T, R, C>(l, row, panel * C, acc);
 }
 
-// Multiplies rows [row, row + rows) with a panel by tiles. `words`: uncompressed, or null. In that case up to 16 rows
-// read the compressed panel. If `kept` is not null, its words are written there, for the next rows.
+// Multiplies rows [row, row + rows) with a panel by tiles. `words` are the uncompressed panel. If they are null, up to
+// 16 rows read the compressed panel and, unless `kept` is null, write its words there for the next rows.
 template <class O>
 void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, const uint32_t* words, uint32_t* kept,
                     const Prefetch& prefetch) {
@@ -172,7 +172,7 @@ void multiply_tiles(const Linear<bf16, O>& l, long row, int rows, long panel, co
   }
 }
 
-// The same for up to 32 rows [begin, begin + count), like multiply_rows.
+// Like multiply_rows, for up to 32 rows [begin, begin + count), by tiles.
 template <class O>
 void multiply_rows_by_tiles(const Linear<bf16, O>& l, long begin, long count, long panel, const char* next) {
   const uint32_t* words = l.packed ? l.packed + panel * l.steps() * kPanel : nullptr;
@@ -256,7 +256,7 @@ void multiply_groups(const Linear<bf16, O>& l, const RowGroups& x, long begin, l
   for (int i = 0; i < last.pieces(); ++i) last(i);
 }
 
-// multiply_all for more than 32 rows of bfloat16, by matrix tiles.
+// Like multiply_all, for more than 32 rows of bfloat16, by matrix tiles.
 template <class O>
 void multiply_all_groups(const Linear<bf16, O>& l, long rows, int threads) {
   const RowGroups x(reinterpret_cast<const uint32_t*>(l.x), l.steps(), rows);
@@ -298,7 +298,8 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
 
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
-  // With less work one thread does everything. It needs about 7 microseconds for this much; waking threads takes 3.
+  // With less work one thread does everything. It needs about 7 microseconds for this much work; waking threads takes
+  // 3.
   constexpr long kOneThreadWork = 900000;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kOneThreadWork) threads = 1;
   if constexpr (kTiles && sizeof(T) == 2)
@@ -309,7 +310,7 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
-      // If registers hold the sums of a whole panel, few rows read it once, and the CPU predicts what follows.
+      // If registers hold the sums of a whole panel, few rows read the panel once, and the CPU predicts what follows.
       constexpr int kOnce = std::min(kRows, kAccumulators / kPanelColumns);
       const bool fetch = next < l.panels() && end - begin > kOnce;
       multiply_rows(l, begin, end - begin, panel, fetch ? stream + next * panel_bytes : nullptr);

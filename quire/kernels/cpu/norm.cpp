@@ -129,7 +129,7 @@ void sigmoid_mul_wide(T* x, const T* gate, long gates, int each, int threads) {
   });
 }
 
-// The same with a gate for each number.
+// x *= sigmoid(gate), with a gate for each number.
 template <class T>
 void sigmoid_mul(T* x, const T* gate, long size, int threads) {
   parallel_rows(threads, (size + kPiece - 1) / kPiece, size * 6, [&](long begin, long end) {
@@ -142,7 +142,7 @@ void sigmoid_mul(T* x, const T* gate, long size, int threads) {
   });
 }
 
-// Rows of x and of y side by side.
+// out = the rows of x and of y side by side.
 template <class T>
 void join(const T* x, const T* y, T* out, long rows, int first, int second, int threads) {
   parallel_rows(threads, rows, rows * (first + second), [&](long begin, long end) {
@@ -196,7 +196,7 @@ void gate_mul(const T* gate_up, T* out, long rows, int size, int threads) {
   });
 }
 
-// x [rows, size] times the columns of `beside` [rows, width] from `first` on.
+// x [rows, size] *= columns of `beside` [rows, width] from `first` on.
 template <class T>
 void mul_columns(T* x, const T* beside, long rows, int size, int width, int first, int threads) {
   parallel_rows(threads, rows, rows * size, [&](long begin, long end) {

@@ -1,11 +1,10 @@
-// x @ weight.T + bias for weights of 8, 4, 3 or 2 bits (quantized.h): rows of x are quantized too, once for all
-// outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
-// weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
-// every batch.
+// x @ weight.T + bias for weights of 8, 4, 3 or 2 bits (quantized.h). Rows of x are quantized too, once for all
+// outputs. Products of integers are summed exactly. The sum of a block is multiplied by the scales of x and of the
+// weight, and added to a float32 in the order of the blocks, so a row's result has the same bits in every batch.
 //
-// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. Smaller codes become bytes
-// on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
-// Where there are matrix tiles they multiply (tiles/quantized_tiles.h), and give the same bits.
+// Rows and threads are those of linear.cpp, but tiles of rows are fixed when they are quantized. Smaller codes become
+// bytes on the way. If there are so many rows that a panel is read several times, the bytes are kept for the next
+// tiles. Matrix tiles, if available, multiply (tiles/quantized_tiles.h) and give the same bits.
 #include "kernels.h"
 
 #include <algorithm>
@@ -21,7 +20,7 @@
 
 namespace {
 
-// Whether a tile of R rows may be one of several, for which bytes are kept: these are of nearly equal size.
+// Whether a tile of R rows may be one of several, for which bytes are kept. Such tiles have nearly equal size.
 template <int R>
 constexpr bool kMayKeep = 2 * R >= kRows;
 
@@ -153,7 +152,7 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
   }
 }
 
-// The panel with this number, counted over all parts.
+// Finds the panel with this number, counted over all parts.
 Panel find_panel(const PackedLinear& l, int inner, long panel) {
   const QuantizedPart* part = l.quantized->parts;
   long first = 0;
@@ -254,10 +253,10 @@ void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads,
   multiply_all(l, x, static_cast<T*>(out), rows, threads, meanwhile);
 }
 
-// The weights of one output, as T: a row of an embedding.
+// Writes the weights of one output, which are a row of an embedding, as T.
 template <class T>
 void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
-  const QuantizedPart& part = *l.quantized->parts;  // a table has one
+  const QuantizedPart& part = *l.quantized->parts;  // an embedding has one part
   const int lane = static_cast<int>(id % kOuts);
   const uint8_t* begin = part.packed + id / kOuts * panel_bytes(part, inner);
   const uint8_t* group = begin + nested_bytes(part, inner);
@@ -296,9 +295,9 @@ EXPORTED long quantized_size(const QuantizedPart* part, int inner) {
   return panels_of(*part) * panel_bytes(*part, inner);
 }
 
-// Packs codes [outs][in] (or, of less than 8 bits, [outs][in / 2] with the even input's code in the low half), scales
-// and offsets [outs][groups], or [outs][inner / nested] with multiples [outs][groups], of a part whose other fields are
-// set. Scales and offsets may be null as the part says.
+// Packs a part whose other fields are set. codes are [outs][in] or, if they have less than 8 bits, [outs][in / 2] with
+// the even input's code in the low half. scales and offsets are [outs][groups], or [outs][inner / nested] with
+// multiples [outs][groups]. They may be null as the part says.
 EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, const half* scales, const half* offsets,
                              const uint8_t* multiples, int in, int inner, int threads) {
   const QuantizedPart& part = *to;

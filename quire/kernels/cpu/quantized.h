@@ -2,19 +2,20 @@
 //
 // A row of x is divided into blocks of 16 or more inputs. A block's peak is its max|x|. Its integers are x * 127 /
 // peak, rounded to nearest, times 256. In a few blocks of a row x is many times as large as in the others, and rounding
-// these blocks causes most of the error. There the integers are x * 32512 / peak, rounded. They depend only on the row,
-// and sums of products of integers are exact in any order: 128 * 32512 * 96 is below 2^31.
+// these blocks causes most of the error. There the integers are x * 32512 / peak, rounded. All integers depend only on
+// the row, and sums of products of integers are exact in any order: 128 * 32512 * 96 is below 2^31.
 //
 // If instructions multiply bytes, an integer is two bytes: 256 * high + low, from -128 to 127. A sum over the high ones
 // is shifted, and continues over the low ones if any row of the tile has low bytes other than 0.
 //
 // Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if there are
 // any, as half floats, then its codes. Codes are unsigned, as the instructions want them: a value plus 128, for which a
-// sum starts at -128 times the sum of x. Those of matrix tiles are the values, signed. A step is 4 inputs for 32
+// sum starts at -128 times the sum of x. For matrix tiles, codes are the values, signed. A step is 4 inputs for 32
 // outputs: 32 words, the inputs of an output beside each other. quantization/codes.h says how smaller codes are packed.
 //
-// Scales may be nested: a panel then begins with half floats, 32 for each `nested` inputs and 32 more of offsets, and
-// groups have 32 bytes of multiples instead: signed bytes or, with offsets, two nibbles, the offset's the high one.
+// Scales may be nested. A panel then begins with half floats, 32 for each `nested` inputs, and 32 more of offsets.
+// Instead of half floats, groups have 32 bytes of multiples: signed bytes or, with offsets, two nibbles, of which the
+// high one is the offset's.
 #pragma once
 
 #include "panels.h"
@@ -51,7 +52,7 @@ INLINE int value_of(uint8_t code) { return static_cast<int8_t>(code ^ kZeroCode)
 
 // Parameters of a block of a row.
 struct BlockOfRow {
-  float scale;     // with matrix tiles, if no row of the tile has low codes: of the high codes alone
+  float scale;     // with matrix tiles, and no low codes in the tile: the high codes' scale
   uint32_t start;  // -128 times the sum of the integers, minus what idot subtracts itself
   float moment;    // scale times the sum of the integers
   bool low;        // whether any row of the tile has low codes; stored in the tile's first row

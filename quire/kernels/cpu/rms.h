@@ -1,7 +1,7 @@
 // The factors by which norms multiply a row.
 #pragma once
 
-// RMSNorm's: 1 / sqrt(mean(x^2) + eps).
+// RMSNorm's factor: 1 / sqrt(mean(x^2) + eps).
 template <class T>
 INLINE float rms_factor(const T* x, int size, float eps) {
   Vec even = vset(0.0f), odd = even;  // two chains, to hide the latency of the addition
@@ -28,7 +28,7 @@ INLINE float row_sum(const T* x, int size, const Of& of) {
   return vsum(sums);
 }
 
-// LayerNorm's: 1 / sqrt(variance + eps), and the mean that it subtracts first.
+// LayerNorm's factor, 1 / sqrt(variance + eps), and the mean that it subtracts first.
 template <class T>
 INLINE float centred_factor(const T* x, int size, float eps, float* average) {
   *average = row_sum(x, size, [](Vec v) { return v; }) / size;

@@ -12,8 +12,8 @@
 template <class T>
 using Row = std::conditional_t<kHalvesApart, float, T>;
 
-// Calls work(begin, end) for parts of the rows, one after the other. The temporary data of a part, `bytes` per row,
-// takes 8 MB at most, or that of one block of rows. A panel is read again for each block in any case.
+// Calls work(begin, end) for parts of the rows, one after the other. A part's temporary data, `bytes` per row, takes at
+// most 8 MB, unless one block of rows takes more. A panel is read again for each block in any case.
 template <class Work>
 void in_parts(long rows, long bytes, const Work& work) {
   constexpr long kMost = 8L << 20;

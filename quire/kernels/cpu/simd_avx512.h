@@ -88,9 +88,9 @@ INLINE void store_bytes(int8_t* p, Words w) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));
 }
 
-// 16 integers of 32 bits, as Words. idot adds to each the products of its word's factors with those of b, which are the
-// same for all: four unsigned bytes with four 8-bit integers, or if the instruction multiplies 16 bits, first the even
-// bytes and then the odd ones. Codes are stored in the order in which they are multiplied.
+// 16 integers of 32 bits, as Words. idot adds to each the products of its word's factors, four unsigned bytes, with
+// four 8-bit integers of b, which are the same for all words. If the instruction multiplies 16 bits, idot takes first
+// the even bytes and then the odd ones. Codes are stored in the order in which they are multiplied.
 #ifdef __AVX512VNNI__
 constexpr int kCodeBytes = 1;
 INLINE Words factors_of(Words w, int) { return w; }
@@ -108,7 +108,7 @@ INLINE void store_codes(int8_t* p, Words w) {
 }
 #endif
 INLINE Vec to_floats(Words w) { return _mm512_cvtepi32_ps(w); }
-INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; out of range any, without a fault
+INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; any if out of range, without a fault
 INLINE Words wadd(Words a, Words b) { return _mm512_add_epi32(a, b); }
 INLINE Words wmax(Words a, Words b) { return _mm512_max_epi32(a, b); }
 INLINE Words wtimes256(Words w) { return _mm512_slli_epi32(w, 8); }

@@ -237,14 +237,14 @@ INLINE Vec vload(const int8_t* p) {
       __builtin_convertvector(__builtin_convertvector(read_as<SignedQuarters>(p + i * kLanes), Mask), Lanes);
   return y;
 }
-// Of 16 bytes.
+// The low or the high nibbles of 16 bytes.
 INLINE Vec vload_nibbles(const uint8_t* p, bool high) {
   uint64_t bytes[2];
   __builtin_memcpy(bytes, p, sizeof bytes);
   for (uint64_t& each : bytes) each = (high ? each >> 4 : each) & 0x0f0f0f0f0f0f0f0fu;
   return vload(reinterpret_cast<const int8_t*>(bytes));
 }
-// Finite numbers alone. The exponent's offset differs by 120.
+// Only for finite numbers. The exponents' biases differ by 120.
 INLINE Vec vload(const float8* p) {
   Vec y;
   EACH {

@@ -18,7 +18,7 @@ struct Weights {
   int sigmoid_gate;  // instead of SiLU
 };
 
-// A vector divided by its length, times `scale`.
+// Writes x, divided by its length and times `scale`, to `to`.
 template <class T>
 void unit(const T* x, float* to, int size, float scale) {
   Vec sums = vset(0.0f);

@@ -1,8 +1,8 @@
 // A mixture of experts. Rows are sorted by the experts that the router chose for them, and each expert multiplies its
 // rows at once. So its weights are read once, and those of an expert that no row chose are not read.
 //
-// A row's bits depend only on the row. Linears guarantee this, its choice and shares are computed alone, and its
-// experts' outputs are added in the order of the experts.
+// A row's bits depend only on the row. Linears guarantee this, a row's experts and their shares are computed by
+// themselves, and the experts' outputs are added in the order of the experts.
 #include "../kernels.h"
 #include "mapped.h"
 #include "routing.h"
@@ -74,8 +74,8 @@ void ask(const Experts& experts, const Workspace<T>& work) {
   }
 }
 
-// Requests the experts that the next layer's router chooses for this layer's input, which resembles its own. With many
-// rows all experts are read anyway.
+// Requests the experts that the next layer's router chooses for this layer's input, which resembles the next layer's
+// input. With many rows it does nothing, because all experts are read anyway.
 template <class T>
 void guess(const Experts& next, const T* x, long rows, Workspace<T>& work, int threads) {
   const long entries = rows * next.routing.chosen;
@@ -91,7 +91,7 @@ void guess(const Experts& next, const T* x, long rows, Workspace<T>& work, int t
   }
 }
 
-// Adds the outputs of the expert at this place for `count` rows, whose entries are `order`, to their sums.
+// Adds the outputs of the expert at `place` to the sums of `count` rows, whose entries are in `order`.
 template <class T>
 void run_expert(const Experts& experts, int place, const T* x, const long* order, long count, Workspace<T>& work,
                 int threads) {

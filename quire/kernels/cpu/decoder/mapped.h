@@ -31,8 +31,8 @@ inline void read(const MappedExperts& mapped, int place) {
     ask(mapped, place);
 }
 
-// True if three of four guesses so far were right. A wrong guess makes the disk read what nobody needs, while the disk
-// is the limit: docs/internals/lab-notes/cpu.md says how much that cost.
+// True if at least three of four guesses were right, of at least 64. Wrong guesses make the disk, which is the limit,
+// read what nobody needs (docs/internals/lab-notes/cpu.md has the cost).
 inline bool trusted(const MappedExperts& mapped) {
   return mapped.counts[kGuessed] >= 64 && 4 * mapped.counts[kRight] >= 3 * mapped.counts[kGuessed];
 }

@@ -11,13 +11,13 @@ enum {
   kPerToken = 1,  // value * tokens
   kBuffer = 2,    // memory for intermediate results, from value * tokens bytes on
   kOfStep = 3,    // the step's number or pointer with index `value`
-  kFetch = 4,     // the pages that are prefetched meanwhile
+  kFetch = 4,     // the list of pages to prefetch meanwhile
 };
 struct Argument {
   int64_t kind, value;
 };
 
-using Kernel = int (*)(const int64_t* arguments);  // returns 0, or otherwise the kernel's own result
+using Kernel = int (*)(const int64_t* arguments);  // returns 0, or the kernel's own error
 struct Call {
   Kernel kernel;
   const Argument* arguments;
@@ -52,7 +52,7 @@ int call(R (*kernel)(A...), const int64_t* arguments) {
 
 constexpr long kMaxFetch = 8 << 20;  // bytes; more would not stay in the caches until it is read
 
-// Lists the pages that an attention will read. Takes its arguments except the first.
+// Lists the pages that an attention kernel will read. Takes that kernel's arguments except the first.
 template <class T>
 void list_pages(Fetch* pages, const void*, const void* keys, const void* values, const KVFormat* held, const int32_t*,
                 const int32_t* contexts, const int32_t* table, long table_stride, long key_stride, long value_stride,

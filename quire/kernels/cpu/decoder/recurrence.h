@@ -1,5 +1,6 @@
 // Matrix states, and rules by which tokens change them. kernels/recurrent/recurrence.py says what a slot stores. Heads
-// share nothing, and tokens follow one another, so no bit depends on the batch or on where a sequence was cut.
+// share nothing, and tokens follow one another, so no bit depends on the batch or on how a sequence is divided into
+// steps.
 #pragma once
 #include "../kernels.h"
 
@@ -46,8 +47,8 @@ float number(const T* p) {
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)). Its series in powers of at most 1/3 ends here; the rest is 2e-9
-// of it.
+// log(1 + u) for u from 0 to 1 is 2 atanh(u / (2 + u)). Its series in powers of at most 1/3 ends here. The terms left
+// out are 2e-9 of the sum.
 INLINE Vec log_1_plus(Vec u) {
   const Vec s = vdiv(u, vadd(vset(2.0f), u)), square = vmul(s, s);
   Vec p = vset(1.0f / 15);
@@ -109,7 +110,7 @@ void update_all(const Rule& rule, int head, float* matrix, const Sizes& sizes, c
                             tile.out + i * sizes.value + column, tile.decay + i * sizes.decays, tile.beta[i]);
 }
 
-// Tokens [from, to) of one head of a sequence. Tokens before the step's own have no results.
+// Computes tokens [from, to) of one head of a sequence. Tokens before the step's first have no results.
 template <class T, class Rule>
 void advance(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix, long from, long to, const Tile& tile) {
   const Sizes& sizes = tokens.sizes;
@@ -125,7 +126,8 @@ void advance(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix,
   }
 }
 
-// All tokens of a head's sequence. Tokens before `stop` change its matrix. Draft tokens after it change a copy.
+// Computes all tokens of one head of a sequence. Tokens before `stop` change its matrix. Draft tokens from `stop` on
+// change a copy.
 template <class T, class Rule>
 void compute(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix, long seen, long stop, long context) {
   const Sizes& sizes = tokens.sizes;
@@ -146,7 +148,8 @@ void compute(const Rule& rule, const Tokens<T>& tokens, int head, float* matrix,
   advance(rule, tokens, head, copy, stop, context, tile);
 }
 
-// Where a sequence's step begins and ends, the tokens that its matrices have seen, and those that they will see.
+// Positions where a sequence's step begins and ends, and the number of tokens that its matrices include before and
+// after the step.
 struct Span {
   long first, context, seen, stop;
 
@@ -176,8 +179,8 @@ struct Layer {
   T* guesses;
 };
 
-// All sequences. `rule_of(row)` returns the rule of a sequence whose first token has this index in the step. Returns 1
-// if a slot does not exist or has no room for so many draft tokens.
+// Computes all sequences. `rule_of(row)` returns the rule of a sequence whose first token has this index in the step.
+// Returns 1 if a slot does not exist or has no room for so many draft tokens.
 template <class T, class RuleOf>
 int run(const Layer<T>& layer, const Rows& rows, long slot_count, const Sizes& sizes, int threads,
         const RuleOf& rule_of) {

@@ -7,7 +7,8 @@ namespace routing {
 
 enum { kSoftmax = 0, kSigmoid = 1, kMixer = 2 };  // kernels/routing.py has the same numbers
 
-// Inserts i among the `most` first by value; ties keep their order. `found` are there already.
+// Inserts i into `first`, the indices of up to `most` largest values, of which `found` are known. Ties keep their
+// order.
 inline int insert(const float* values, int i, int* first, int found, int most) {
   int at = found < most ? found++ : most;
   for (; at > 0 && values[i] > values[first[at - 1]]; --at)
@@ -24,7 +25,7 @@ inline float largest(const float* values, int count) {
   return peak;
 }
 
-// Marks the experts whose group is chosen. `wanted` [count]; memory: [groups] floats and [groups] ints.
+// Lists the chosen groups in `kept` [groups]. `wanted` is [count]. `sums` [groups] is scratch memory.
 inline void keep_groups(const Routing& rule, const float* wanted, int count, float* sums, int* kept) {
   const int size = count / rule.groups;
   int found = 0;
@@ -52,7 +53,7 @@ inline void choose(const Routing& rule, const float* wanted, int count, int* cho
   }
 }
 
-// SparseMixer. `left` [count]: memory.
+// SparseMixer. `left` [count] is scratch memory.
 inline void mix(const Routing& rule, const float* scores, int count, int* chosen, float* weights, float* left) {
   for (int e = 0; e < count; ++e) left[e] = scores[e];
   for (int i = 0; i < rule.chosen; ++i) {
@@ -69,8 +70,8 @@ inline void mix(const Routing& rule, const float* scores, int count, int* chosen
   }
 }
 
-// Computes chosen and weights [rule.chosen] from scores [count], which may be overwritten. memory: [2 * count] floats,
-// and [count] ints.
+// Computes chosen and weights [rule.chosen] from scores [count], which may be overwritten. `memory` [2 * count] and
+// `numbers` [count] are scratch memory.
 inline void route(const Routing& rule, float* scores, int count, int* chosen, float* weights, float* memory,
                   int* numbers) {
   if (rule.softcap > 0)
@@ -79,7 +80,7 @@ inline void route(const Routing& rule, float* scores, int count, int* chosen, fl
   const bool sigmoids = rule.weights == kSigmoid, by_weight = rule.correction || rule.group_best > 1;
   float* const wanted = by_weight ? memory : scores;
   const float peak = sigmoids ? 0.0f : largest(scores, count);
-  float whole = 0;  // sum of the softmax
+  float whole = 0;  // the softmax's sum, relative to the largest term
   if (!sigmoids && (by_weight || !rule.normalized))
     for (int e = 0; e < count; ++e) whole += __builtin_expf(scores[e] - peak);
   if (by_weight)
@@ -93,7 +94,7 @@ inline void route(const Routing& rule, float* scores, int count, int* chosen, fl
     const float score = scores[chosen[i]];
     total += weights[i] = sigmoids ? sigmoid(score) : __builtin_expf(score - peak);
   }
-  // Sums of chosen softmax weights are relative to the largest, and so is `added`.
+  // Softmax weights in `total` are relative to the largest weight, so `added` is too.
   const float divisor = rule.normalized ? total + rule.added : sigmoids ? 1.0f : whole;
   for (int i = 0; i < rule.chosen; ++i) weights[i] = weights[i] / divisor * rule.scale;
   if (rule.factors)

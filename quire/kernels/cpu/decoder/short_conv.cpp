@@ -6,7 +6,7 @@ namespace {
 constexpr int kChannels = 64;     // channels of each thread at a time
 constexpr int kMostColumns = 16;  // tokens that a token sees, itself included
 
-// Where the columns of one sequence are. A page stores those at its end, because a piece is a page here.
+// Where the columns of one sequence are. A page stores the columns of its last tokens, because here a piece is a page.
 template <class T>
 struct Places {
   T* recent;  // [kept, channels]
@@ -22,8 +22,8 @@ struct Places {
   }
 };
 
-// Channels [from, from + count) of a sequence's tokens [first, context): numbers of bcx [tokens, 3 * channels], without
-// gates [tokens, channels], results in out [tokens, channels]. `window` has the columns of the last tokens; that of
+// Convolves channels [from, from + count) of a sequence's tokens [first, context), from bcx [tokens, 3 * channels],
+// without gates [tokens, channels], to out [tokens, channels]. `window` has the columns of the last tokens; that of
 // position p is at p % width.
 template <bool gated, class T>
 void convolve(const T* bcx, const float* weight, const float* bias, T* out, const Places<T>& places, long first,
@@ -58,7 +58,7 @@ void convolve(const T* bcx, const float* weight, const float* bias, T* out, cons
   }
 }
 
-// Each thread processes the sequences in order, for its own channels, because one may begin with columns that an
+// Each thread processes the sequences in order, for its own channels, because a sequence may begin with columns that an
 // earlier one stores.
 template <class T>
 int short_conv(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent, const int32_t* starts,

@@ -1,5 +1,5 @@
 // Linears with their own inputs and outputs, one per head of latent attention. A thread multiplies some rows with one
-// of them. A row's bits depend on nothing else, as in linear.cpp.
+// of the linears. A row's bits depend only on the row, as in linear.cpp.
 #include "../kernels.h"
 
 #include "../panels.h"

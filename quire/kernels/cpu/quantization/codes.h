@@ -2,9 +2,9 @@
 //
 //   4 bits   128 bytes are two steps: one in the low nibbles, the next in the high ones.
 //   2 bits   128 bytes are four steps, the first in the lowest bits.
-//   3 bits   192 bytes are four steps. Each column of 16 outputs has 64 bytes with the first two in the low bits of low
-//            and high nibbles; 64 more have the third, of the first column in low nibbles. The three vectors' highest
-//            bits of nibbles are the fourth step, of the first column in the low nibbles.
+//   3 bits   192 bytes are four steps, in three vectors of 64. The first two vectors, one for each column of 16 outputs,
+//            have step 0 in the lowest bits of low nibbles, and step 1 in those of high nibbles. The third vector has
+//            step 2, and the highest bits of all nibbles are step 3, both with the first column in the low nibbles.
 #pragma once
 
 #include "../quantized.h"

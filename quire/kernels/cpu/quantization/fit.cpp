@@ -21,8 +21,8 @@ struct Groups {
   Vec at(int i) const { return vload(weights[i]); }
 };
 
-// Codes minus a group's middle one, with `least` and `most` as their bounds: the nearest to weights that are scale *
-// code + offset.
+// Scales and offsets to try. code() rounds a weight, scale * code + offset, to its code, which counts from the group's
+// middle code and lies between `least` and `most`.
 struct Trial {
   Vec scale, offset, least, most;
   Vec inverse = vdiv(vset(1.0f), vmax(scale, vset(kLeast)));
@@ -118,7 +118,7 @@ Best search(const Groups& groups, Vec mean, bool zero_points) {
   return best;
 }
 
-// `count` groups, up to 16, from `weight` on.
+// Fits `count` groups, up to 16, from `weight` on.
 template <class T>
 void fit(const T* weight, uint8_t* codes, float* scales, float* offsets, int count, bool zero_points) {
   Groups groups;

@@ -154,7 +154,7 @@ void multiply_by_tiles(const Panel& panel, const bf16* x, int rows, O* out, long
 // Multiplies `count` rows with one panel. `next` is what to prefetch, or null.
 template <class X, class O>
 void multiply_rows(Panel panel, const X* x, long count, O* out, long out_stride, const char* next, Fetch* meanwhile) {
-  // Groups of rows: of nearly equal size, or with tiles 16, and 32 at a time.
+  // Groups of rows have nearly equal size. With tiles, the first has 16 rows, the others 32.
   constexpr long kMost = kByTiles<X> ? kMostTileRows : kRows, kFirst = kByTiles<X> ? kTileRows : kRows;
   constexpr long kLines = kStep / 2 / 64;  // of a step of two inputs
   const long groups = (count + kMost - kFirst + kMost - 1) / kMost;

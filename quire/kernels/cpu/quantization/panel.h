@@ -1,4 +1,4 @@
-// Parameters for multiplying a tile of rows with a panel of a quantized weight: quantized.cpp and
+// Parameters for multiplying a tile of rows with a panel of a quantized weight, for quantized.cpp and
 // tiles/quantized_tiles.h.
 #pragma once
 

@@ -2,8 +2,9 @@
 // results are summed, or put side by side, through memory that all of them have mapped.
 //
 // A rank writes its part to its own buffer and raises its count of steps. It reads the others' parts once their counts
-// are as high. Each rank has two buffers, used in turns. A rank that has begun a step has seen all others begin it, so
-// they have read all of the step before, whose buffers the next one overwrites. One wait per step is enough.
+// are as high. Each rank has two buffers, used in turns. A rank that has waited in a step has seen all others begin the
+// step. They have thus read all of the step before, whose buffers the next step overwrites. One wait per step is
+// enough.
 #include "exchange.h"
 
 #include <atomic>
@@ -31,7 +32,7 @@ static_assert(sizeof(Place) == kLine && std::atomic<uint32_t>::is_always_lock_fr
 Place* place(const Collective& group, int rank) { return reinterpret_cast<Place*>(group.memory + kLine * (1 + rank)); }
 
 #ifdef __linux__
-// Not the private kind, because the waiters are other processes.
+// Not a private futex, because the waiters are other processes.
 void sleep_while(std::atomic<uint32_t>& value, uint32_t seen) {
   const timespec longest{0, kWaitNanoseconds};
   syscall(SYS_futex, &value, FUTEX_WAIT, seen, &longest, nullptr, 0);
@@ -42,7 +43,7 @@ void sleep_while(std::atomic<uint32_t>&, uint32_t) { usleep(50); }
 void wake_all(std::atomic<uint32_t>&) {}
 #endif
 
-// True if a rank has ended. The first one closes the memory when another ends, and is the parent of all others.
+// True if a rank has ended. The first rank closes the memory when another ends, and is the parent of all others.
 bool gone(const Collective& group) {
   return reinterpret_cast<Place*>(group.memory)->closed.load() || (group.parent && getppid() != group.parent);
 }

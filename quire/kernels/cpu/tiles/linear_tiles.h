@@ -1,4 +1,4 @@
-// A panel's 64 outputs of up to 32 rows of bfloat16, by tiles: linear.cpp, and quantization/float8.cpp.
+// Computes a panel's 64 outputs of up to 32 rows of bfloat16 by tiles, for linear.cpp and quantization/float8.cpp.
 //
 // The inner dimension is always divided into blocks of 32 inputs from its beginning, and zero-padded. So a row's result
 // has the same bits with any number of other rows.
@@ -22,8 +22,8 @@ struct Rest {
   }
 };
 
-// Up to 16 rows, `row_words` apart. The weight is read once, block after block. source(s) returns the words of the
-// block from step s on. The last block has only `steps % 16` steps. sums [4][16][16].
+// Multiplies up to 16 rows, `row_words` apart. The weight is read once, block after block. source(s) returns the words
+// of the block from step s on. The last block has only `steps % 16` steps. sums [4][16][16].
 template <class Source, class Fetch>
 void tile_rows(const uint32_t* x, long row_words, int rows, int steps, float* sums, const Source& source,
                const Fetch& fetch) {
@@ -53,7 +53,7 @@ void tile_rows(const uint32_t* x, long row_words, int rows, int steps, float* su
   tile_store<0>(sums, 64), tile_store<1>(sums + 256, 64), tile_store<2>(sums + 512, 64), tile_store<3>(sums + 768, 64);
 }
 
-// 17 to 32 rows, with the words of a whole panel; sums [4][32][16].
+// Multiplies 17 to 32 rows with the words of a whole panel. sums [4][32][16].
 template <class Fetch>
 void tile_more_rows(const uint32_t* x, long row_words, int rows, int steps, float* sums, const uint32_t* words,
                     const Fetch& fetch) {

@@ -1,9 +1,9 @@
 // Deltas of an adapter for up to 16 rows of bfloat16, by matrix tiles. Only lora.cpp includes it.
 //
 // A row's sums have one order, with any number of rows: `down` in blocks of 32 inputs from the first one on, in four
-// alternating sums, which are added at the end; `up` 16 of its inputs at a time. These are float32. Each is two numbers
-// of bfloat16, where the second is the rounding error of the first. They take the places of a pair of inputs, whose
-// weights are equal.
+// alternating sums, which are added at the end; `up` 16 of its inputs at a time. Inputs of `up` are float32. Each is
+// split into two bfloat16, where the second is the rounding error of the first. The two take the places of a pair of
+// inputs, whose weights are equal.
 #pragma once
 
 #include <algorithm>

@@ -94,8 +94,8 @@ INLINE void finish_rows(const Panel& panel, const Tile<O>& tile, int count, cons
   }
 }
 
-// Multiplies a tile of `count` rows with a panel. Codes of less than 8 bits become bytes in the panel's own memory,
-// where it has some, else a few blocks at a time.
+// Multiplies a tile of `count` rows with a panel. Codes of less than 8 bits become bytes in the panel's `kept` memory,
+// or without it a few blocks at a time.
 template <class O>
 void multiply_by_tiles(const Panel& panel, const QuantizedRows& rows, const Tile<O>& tile, int count, Ahead& ahead) {
   alignas(64) float sums[kTileRows * kOuts];

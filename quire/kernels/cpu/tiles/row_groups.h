@@ -75,10 +75,10 @@ struct PanelTiles {
   long half, block, odd, stride_bytes;
 };
 
-// As linear.cpp packs a panel whose inner dimension is a whole number of blocks.
+// Tiles of a panel as linear.cpp packs it, if its inner dimension is a whole number of blocks.
 INLINE PanelTiles packed_tiles(const uint32_t* words) { return {words, 32, kBlockWords, 16, 4 * kPanel}; }
 
-// Each tile is consecutive, and so are the tiles of each half of the outputs.
+// Tiles of a panel where each tile is consecutive, and so are the tiles of each half of the outputs.
 INLINE PanelTiles consecutive_tiles(const uint32_t* words, int blocks) {
   return {words, blocks * 2L * kTileSize, 2 * kTileSize, kTileSize, 4 * kTileWords};
 }

@@ -16,7 +16,7 @@ static_assert(sizeof(Shapes) == 64);
 thread_local int first_rows = 0, second_rows = 0, x_bytes = 0;  // 0: the thread's tiles have no shapes
 thread_local int calls = 0;                                     // nested calls of this thread
 
-// Notes the shapes that a thread's tiles get. False if they have them already.
+// Notes the shapes that a thread's tiles get. False if the tiles have these already.
 bool are_new(int first, int second, int bytes) {
   if (first == first_rows && second == second_rows && bytes == x_bytes) return false;
   first_rows = first, second_rows = second, x_bytes = bytes;

@@ -25,11 +25,12 @@ constexpr bool kTiles = false;
 
 constexpr int kTileRows = 16, kTileWords = 16;
 
-// Gives this thread's tiles their shapes. With `second` rows, 0 and 1 have `first` rows of sums, 2 and 3 `second`, and
-// 4 and 5 are rows of x. Without, 0 to 3 have `first`, and 4 is x. A row of x has `bytes` of them. The other tiles have
-// weights, with a matching number of words in each column. Does nothing if the tiles have these shapes already.
+// Gives this thread's tiles their shapes. With `second` rows, tiles 0 and 1 have `first` rows of sums, tiles 2 and 3
+// have `second`, and tiles 4 and 5 have rows of x. Without, tiles 0 to 3 have `first`, and tile 4 has x. A row of x has
+// `bytes` bytes. The other tiles have weights, with a matching number of words in each column. Does nothing if the
+// tiles have these shapes already.
 void shape_tiles(int first, int second, int bytes = 64);
-// For a thread with nothing to do. While it has shapes, each switch to another program saves 8 KB more.
+// For a thread with nothing to do. While its tiles have shapes, each switch to another program saves 8 KB more.
 void release_tiles();
 
 // Scope of a kernel's call. When the outermost one of a thread ends, it releases the tiles. Other code of the thread,
@@ -66,7 +67,7 @@ template <int Sums, int X, int Weight>
 INLINE void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weight));
 }
-// The same for signed bytes, with integer sums.
+// Like tile_dot, for signed bytes with integer sums.
 template <int Sums, int X, int Weight>
 INLINE void tile_dot_bytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(X), "i"(Weight));
