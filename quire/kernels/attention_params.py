@@ -32,7 +32,7 @@ class AttentionParams:
     """If True, windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
-        """Return the first key in the window of a query at `position`, a number or tensor. May be below 0."""
+        """Return the first key that a query at `position` (number or tensor) sees. May be below 0."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 

@@ -83,7 +83,7 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
-        """Put a packed adapter into the slot, from the next call on. If `packed` is None, clear the slot."""
+        """Fill the slot from the next call on, or clear it if `packed` is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
     """Maps token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
-    """Maps [R, hidden] to [R, vocab] float32. None if the LM head is not tied to the embedding."""
+    """Maps [R, hidden] to [R, vocab] float32. None: the LM head is not tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class AttentionMetadata:
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; () if unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """Return a copy with `other_groups` made from one block table and slot mapping per KV cache group. The first of
-        each is skipped, because this object already has those of group 0.
+        """Return a copy with `other_groups`, given one block table and slot mapping per KV cache group. Those of group
+        0 must be this object's.
         """
         if len(tables) == 1:
             return self
@@ -164,8 +164,8 @@ class BidirectionalSpans:
 
 
 class Operations(ABC):
-    """The operations of layers, which run at once or are recorded by `Backend.record_layers`. In shapes, T is the
-    number of tokens, H of query heads, K of KV heads, and D is head_dim.
+    """Operations that run at once, or are recorded by `Backend.record_layers`. T is tokens, H query heads, K KV heads,
+    D head_dim.
     """
 
     @abstractmethod
@@ -236,18 +236,17 @@ class Operations(ABC):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Return causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, value_dim] if AttentionParams has
-        a value_dim.
+        """Return causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
         A query at position p sees keys AttentionParams.first_visible_key(p) to p. Query head h reads KV head h // (H /
-        K). Scores and sums are float32. A row's bits do not depend on the batch, chunks or block ids, except on GPU
+        K). Scores and sums are float32. A row's bits do not depend on batch, chunks or block ids, except on GPU
         backends that are not deterministic.
         """
 
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """Compute paged_attention on ranks that each store a part of every sequence's tokens. Raises RankEnded.
+        """Compute paged_attention on ranks that divide each sequence's tokens. Raises RankEnded.
 
         q [T, H / ranks, D] and `softmax.sinks` have this rank's heads, `softmax.relative_bias` has all heads. The
         caches hold this rank's tokens for all K heads. Bits depend on the number of ranks, except with the CPU kernels.
@@ -273,10 +272,10 @@ class Operations(ABC):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Norm, rotate and store index keys k [T, D]. For each token, return the positions of the top_k keys with the
-        highest scores among the keys up to the token: [T, top_k] int32, ascending, then -1 if there are fewer keys.
+        highest scores up to the token: [T, top_k] int32, ascending, then -1 if keys are fewer.
 
-        q [T, heads * D] is not yet rotated, and may be overwritten; weights are [T, heads]. Among keys with equal
-        scores, the earliest are chosen. A row does not depend on the batch, chunks or block ids.
+        q [T, heads * D] is not yet rotated, and may be overwritten; weights [T, heads]. Of equal scores, the earliest
+        keys are chosen. A row does not depend on the batch, chunks or block ids.
         """
 
     @abstractmethod
@@ -322,8 +321,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""Runs the layers in `range` on x [T, hidden] and a residual. Neither the given nor the returned residual is yet added
-to x. If the given residual is None, x is the embeddings. May overwrite x and the residual.
+"""Runs a range of layers. The residual passed in and the one returned are not yet added to x [T, hidden]. Without a
+residual, x is the embeddings. May overwrite both inputs.
 """
 
 
@@ -332,8 +331,8 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """If True, tokens with slots below 0 (other ranks' tokens) are not stored. If False, the caller must give such
-    tokens slots in a scratch block.
+    """If True, slots below 0 (other ranks' tokens) store nothing. If False, such tokens need slots in a
+    scratch block.
     """
     keeps_weights_quantized: bool
     """If False, quantized weights are dequantized at load."""
@@ -351,8 +350,8 @@ class Backend(Operations):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Return in one line why the model cannot be served, with a remedy, or None. If there is a reason, call no
-        other method.
+        """Return in one line why the model cannot be served, with a remedy. Call no other method unless this returns
+        None.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
@@ -360,8 +359,8 @@ class Backend(Operations):
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Like unsupported_reason, for AttentionParams' sinks, value_dim (`latents`) and has_chunked_window (`chunks`).
-        Sparse attention is computed only on CPUs.
+        """Like unsupported_reason, for AttentionParams' sinks, value_dim and has_chunked_window. Sparse attention is
+        computed only on CPUs.
         """
         return None
 
@@ -371,9 +370,9 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape that one layer's key cache and value cache each have. The first axis is the block.
+        """Return the shape of one layer's key cache, and of its value cache. The first axis is the block.
 
-        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * (D +
+        dtype: of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * (D +
         num_scale_elements(dtype)) elements. Blocks of more than 16 tokens are ordered by tokens, so that their first
         tokens can be copied.
         """
@@ -434,21 +433,21 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits. Returns None if unsupported. If `starts`, the first layer
-        begins the residual stream (hidden, dtype). groups is the number of block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. If `starts`, the first layer begins the
+        residual stream (hidden, dtype). groups: number of block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Return the file descriptor of memory that `count` processes of one machine inherit, or None if unsupported.
-        row_bytes is the size of the longest row to gather.
+        """Return a file descriptor of memory that `count` processes of one machine inherit; None if unsupported.
+        row_bytes: bytes of the longest row to gather.
         """
         return None
 
     @abstractmethod
     def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """Join a collective in the memory of `descriptor`, which may be closed afterwards. If `parent` is not 0,
-        waiting ranks raise RankEnded once their parent process is no longer `parent`.
+        """Join a collective in the memory of `descriptor`, which may be closed afterwards. Waits raise RankEnded once
+        the parent process is not `parent` (0: any).
         """
 
     @abstractmethod
@@ -459,8 +458,8 @@ class Backend(Operations):
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """Sample tokens [R] int64 from logits [R, vocab] float32.
 
-        filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p among
-        the tokens left (Holtzman et al., 2020), then min-p each keep all logits from a threshold up, so equal logits
-        are kept or dropped together. The sample is the first kept token at which the cumulative probability exceeds u
-        [R] float64 in [0, 1) times the kept total.
+        filters [R, 4] float64: temperature (above 0), top_k (1 to vocab), top_p, min_p. Top-k, then top-p among the
+        remaining tokens (Holtzman et al., 2020), then min-p keep all logits from a threshold up, so equal logits stay
+        together. The sample is the first kept token at which the cumulative probability exceeds u [R] float64 in [0, 1)
+        times the kept total.
         """

@@ -132,11 +132,11 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return the first preferred backend that passes a trial, and a text for the log. Later trials are tried only if no
-    preferred backend passes the earlier ones. The reference must pass only the last.
+    """Return the first preferred backend that passes a trial, and a text for the log. A later trial is used if no
+    backend passes the earlier ones.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
-    if no backend passes a trial.
+    if no backend passes any trial.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
@@ -160,8 +160,8 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """Create experts whose weights are in a file in `folder`. Returns None if the backend does not support this. memory
-    is the number of bytes for the most used experts. Raises OSError.
+    """Create experts in a file in `folder`; None if unsupported. memory: bytes for the most used experts. Raises
+    OSError.
     """
     if not isinstance(backend, CpuBackend):
         return None
@@ -172,9 +172,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """Create a streamer of layers in a file in `folder`. Returns None if the backend does not support this. Raises
-    OSError.
-    """
+    """Create a streamer of layers in `folder`; None if unsupported. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -12,9 +12,9 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """Communication between ranks. All ranks call the same methods in the same order, with the same number of rows. A
-    row's bits do not depend on other rows. Methods raise RankEnded. Only ranks that share a torch.distributed store
-    implement the methods that raise NotImplementedError here.
+    """All ranks call the same methods in the same order, with the same number of rows. A row's bits do not depend on
+    other rows. Methods raise RankEnded. Ranks need a torch.distributed store for methods that raise NotImplementedError
+    here.
     """
 
     rank: int
@@ -47,9 +47,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """Return True on all ranks if `succeeded` is True on all of them, otherwise False. The host waits for the
-        device.
-        """
+        """Return True if all ranks succeeded, the same answer on all. The host waits."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:

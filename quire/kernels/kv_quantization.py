@@ -30,7 +30,7 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Return how many elements of the cache's dtype the scale of a head and token takes."""
+    """Return the elements that a scale (per head and token) takes in the cache."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 

@@ -48,14 +48,12 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotate x, or return x unchanged if there is no RoPE."""
+    """Rotate x, if there is RoPE."""
     return x if latent.cos_sin is None else rotate_pairs(x, latent.cos_sin[positions], latent.is_interleaved)
 
 
 def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
-    """Rotate x [T, heads, R] by cos_sin [T, R]. The result has pairs (i, i + R/2), even if those of x are
-    interleaved.
-    """
+    """Rotate x [T, heads, R] by cos_sin [T, R]. Results are in half layout, even for interleaved pairs."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -90,7 +88,7 @@ def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) 
 
 
 def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
-    """Rotate the first R elements of index queries or keys [T, heads, D]."""
+    """Rotate index queries or keys [T, heads, D]."""
     size = params.cos_sin.shape[1]
     turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
     return torch.cat((turned, x[..., size:]), dim=-1)

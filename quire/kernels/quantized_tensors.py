@@ -47,7 +47,7 @@ class NestedScales:
         return (self.blocks.unsqueeze(2) * self._block_multiples).flatten(1)
 
     def narrow(self, outputs: range | None, groups: range | None) -> NestedScales | None:
-        """Return the part for some outputs and groups, or None if this would split a block."""
+        """Select outputs and groups; None if this would split a block."""
         size, blocks = self.groups_per_block, None
         if groups is not None:
             if groups.start % size or groups.stop % size:
@@ -60,8 +60,8 @@ class NestedScales:
 
     @property
     def used_blocks(self) -> Tensor:
-        """The blocks' numbers, or 0 for blocks whose multiples are all 0. Such a number may be so large that half
-        floats could not represent the other numbers beside it.
+        """`blocks`, with 0 where all multiples are 0. Such a number may be so large that half floats cannot hold the
+        others.
         """
         return torch.where(self._block_multiples.any(2), self.blocks, 0.0)
 
@@ -216,17 +216,16 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """A way to round x for linears. It rounds values after conversion to the model's dtype, so bits are the same as if
-    the stored output of a norm or gate were rounded. Equal instances give equal bits.
+    """Rounds values after conversion to the model's dtype, so bits are the same as if the stored output of a norm or
+    gate were rounded. Equal instances give equal bits.
     """
 
     @abstractmethod
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """Return (norm of x + residual, x + residual), all [T, hidden], or those of x alone without residual. The norm
-        is RMSNorm if bias is None, otherwise LayerNorm. If `whole`, the result also has unrounded values. May overwrite
-        x and residual.
+        """Return (norm of x + residual, x + residual), all [T, hidden]; without residual, those of x alone. The norm is
+        RMSNorm if bias is None, else LayerNorm. whole: also keep unrounded values. May overwrite x and residual.
         """
 
     @abstractmethod
@@ -238,14 +237,12 @@ class RoundedInputLinear:
     """A linear of one or more parts that accepts RoundedActivations if a part does."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Return the rounding of each part for x of `rows` rows, or None for parts that need unrounded x."""
+        """Return each part's rounding for x of `rows` rows; None if a part needs unrounded x."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """Return the rounding of x for the linears that read it, and whether one needs unrounded x. None means not to
-    round.
-    """
+    """Return the rounding, and whether a reader needs unrounded x; None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

@@ -382,18 +382,16 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether oneDNN's packed weights are available. Without them F.linear multiplies, whose algorithm, and so a
-    row's bits, may depend on the number of rows.
-    """
+    """If False, F.linear multiplies, whose algorithm, and so a row's bits, may depend on the number of rows."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Pack the weight in oneDNN's blocked layout, which is up to twice as fast as F.linear for 1 to 16 rows. A row has
-    the same bits with any number of rows from 2 up (measured in bfloat16, and in float32, where F.linear fails this). A
-    single row takes another path in oneDNN, so it is doubled.
+    """Pack in oneDNN's blocked layout, which is up to twice as fast as F.linear for 1 to 16 rows. A row has the same
+    bits with any 2 or more rows (measured in bfloat16, and in float32, where F.linear fails this). A single row takes
+    another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

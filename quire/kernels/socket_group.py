@@ -41,7 +41,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """Gather x of all ranks to `out` in rank order. Both tensors must be contiguous."""
+        """Gather in rank order. Both tensors must be contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -141,7 +141,7 @@ class SocketGroup:
                 peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
-        """Accept a peer of a higher rank. Peers without the key are rejected."""
+        """Reject peers without the key."""
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(_GREETING_SECONDS)

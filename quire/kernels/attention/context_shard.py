@@ -37,8 +37,8 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Return the cache slots of `positions` in `pages`, both [.., T] int64. Other ranks' tokens get `remote_slot`.
-        The host does not wait for the device.
+        """Return the slots of `positions` in `pages` [.., T] int64, or `remote_slot` for other ranks' tokens. The host
+        does not wait for the device.
         """
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places

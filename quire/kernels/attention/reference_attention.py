@@ -40,9 +40,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge the packed sums of all ranks, [ranks, T, H, V + 2], to [T, H, V]. Each row must have seen a key on some
-    rank.
-    """
+    """Merge packed sums [ranks, T, H, V + 2] to [T, H, V]. Each row must have seen a key on some rank."""
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]
@@ -67,9 +65,7 @@ def compute_partial_softmax(
     shard: ContextShard,
     selected: Tensor | None = None,
 ) -> PartialSoftmax:
-    """q is [T, H, D]. The sums exclude sinks. `selected` is a result of Operations.select_keys. If it is None, no key
-    is left out.
-    """
+    """q is [T, H, D]. Sums exclude sinks. If `selected` (see Operations.select_keys) is None, all keys count."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -114,9 +110,7 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Attend from up to QUERY_TILE query rows to the keys of `shard`, tile by tile. unselected [rows, keys] marks keys
-    to hide.
-    """
+    """Attend from up to QUERY_TILE rows to `shard`'s keys by tiles. unselected [rows, keys] marks hidden keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -163,8 +157,8 @@ def _attend_query_tile(
 
 
 def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
-    """Return [rows, keys] bool, True for keys that are not in `selected` [rows, top_k]. A row of `selected` ends with
-    -1 if there are fewer keys.
+    """Return [rows, keys] bool, True for keys not in `selected` [rows, top_k], which ends with -1 if there are fewer
+    keys.
     """
     mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
     return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]

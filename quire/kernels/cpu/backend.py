@@ -1,6 +1,6 @@
-"""The CPU backend: C++ kernels for float32 and bfloat16. The reference computes other dtypes, except operations on the
-KV cache, which raise TypeError because the cache has its own layout. add_* and mul_by_column_slice work in place on
-contiguous arguments. A call takes a few microseconds of Python, so methods create only the tensors that they return.
+"""C++ kernels for float32 and bfloat16. The reference computes other dtypes, except with KV caches, which have their
+own layout and raise TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call takes a few
+microseconds of Python, so methods create only tensors that they return.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Build the missing and outdated libraries of `isas`. Returns the compiler's error output for each instruction set
-    that failed. Deletes outdated libraries of other sets. A concurrent build waits.
+    """Build missing and outdated libraries. Returns the compiler's output by failed instruction set. Deletes outdated
+    libraries of other sets. A concurrent build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

@@ -16,7 +16,7 @@ struct QuantizedPart {
   int group;    // inputs that share a scale; all, with the padding, if there are no scales but the factors
   int scales;   // whether groups have scales, and
   int offsets;  // whether they have offsets as well
-  int nested;   // inputs that share a half float, whose multiples are groups' scales; 0: scales are half floats
+  int nested;   // inputs that share a half float, whose small multiples are groups' scales; 0: scales are half floats
   uint8_t table[2][16];  // what a nibble's lowest bits stand for, plus 128; then, for 2-bit codes, its highest bits
 };
 

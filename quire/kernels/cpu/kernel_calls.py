@@ -46,7 +46,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def empty_half_width(self, x: Any) -> Any:
-        """Return an uninitialized tensor half as wide as x."""
+        """Like empty_like, half as wide."""
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:

@@ -345,8 +345,8 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Return the instruction sets that are built and that this CPU supports, best last. QUIRE_CPU_ISA names the last
-    one to return. Raises ValueError if that one is unusable.
+    """Return the instruction sets that are built and supported by this CPU, best last. QUIRE_CPU_ISA names the last.
+    Raises ValueError if that is unusable.
     """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:

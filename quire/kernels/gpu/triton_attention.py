@@ -21,8 +21,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """Return the sequence of a tile, and the tile's index in the sequence. Sequence s starts at tile query_start[s] //
-    BLOCK_Q + s, which leaves enough tiles for each sequence and needs no work on the host.
+    """Return a tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s, which
+    leaves enough tiles and needs no host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -74,7 +74,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows. If MASKED, those that are not `inside` are 0, because a page may be unwritten there."""
+    """Load rows, with 0 for those not `inside` if MASKED, because a page may be unwritten there."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -159,9 +159,7 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `end`. begin is a multiple of BLOCK_N. Without a window, all rows see the keys before
-    `full`, which need no mask.
-    """
+    """begin is a multiple of BLOCK_N. Without a window, all rows see keys before `full`, so these need no mask."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)
@@ -277,8 +275,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT is the number of keys per split, counted from position 0. With 0, each program has one of equal splits of a
-    tile's keys, maybe an empty one with maximum -inf.
+    """SPLIT: keys per split, counted from position 0. With 0, each program has one of equal splits of a tile's keys,
+    maybe an empty one with maximum -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,

@@ -22,8 +22,8 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Return the norm of a row of x. If ADD, norm x + residual instead, and store that sum to residual. If CENTRED,
-    apply LayerNorm with bias, otherwise RMSNorm.
+    """Return the normed row. ADD: norm x + residual, and store that sum to residual. CENTRED: LayerNorm with bias,
+    otherwise RMSNorm.
     """
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
@@ -72,9 +72,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Apply LayerNorm, or RMSNorm if bias is None, to x + residual. Overwrites x and residual, and returns them, if
-    they are contiguous.
-    """
+    """RMSNorm if bias is None. Overwrites and returns x and residual if they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -93,9 +91,7 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """Return the block size, which holds a row, and the number of warps. Threads load 16 bytes of bfloat16 at a time,
-    up to four times.
-    """
+    """Return the block size, which holds a row, and the warps. Threads load 16 bytes of bfloat16, up to four times."""
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 

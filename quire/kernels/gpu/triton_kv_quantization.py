@@ -15,8 +15,8 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return HELD, the cache as kernels read it, and a tensor with the int8 scales, which is a bfloat16 view of the
-    cache's memory. If the cache is not int8, the third is the second again.
+    """Return HELD, the cache for kernels, and the int8 scales as a bfloat16 view of its memory, or the cache again if
+    it is not int8.
     """
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
     if kv_format == 1:
@@ -58,7 +58,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """Return codes without their scales as numbers in `like`'s dtype, which represents them exactly."""
+    """Return codes, without scales, in `like`'s dtype, which represents them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

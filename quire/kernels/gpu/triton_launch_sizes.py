@@ -1,6 +1,4 @@
-"""Sizes of Triton launches. cdiv and next_power_of_2 are here because Triton's functions of these names take
-microseconds on the host.
-"""
+"""Sizes of launches. Triton's own cdiv and next_power_of_2 take microseconds on the host."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def num_multiprocessors(device: int | None) -> int:
 
 @cache
 def shared_memory_bytes(device: int | None) -> int:
-    """Return the bytes of shared memory that a program can use. Under the interpreter (device None), return those of a
-    consumer GPU.
-    """
+    """Return bytes per program, or a consumer GPU's under the interpreter (device None)."""
     if device is None:
         return 99 * 1024
     num_bytes: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
@@ -94,8 +90,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate float32 weighted values [rows, splits, width], and maxima and sums [rows, splits]. They are not one
-    tensor, because the alignment of sums, and so the kernel variant, would then depend on rows and splits.
+    """Allocate float32 weighted values [rows, splits, width], maxima and sums [rows, splits]. In one tensor the
+    alignment of sums, and so the kernel variant, would depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

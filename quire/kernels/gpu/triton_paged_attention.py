@@ -36,11 +36,10 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """Compute attention for metadata without decode_prefill_parts. Pages are [P, page size, K, D], where the page size
-    is a power of two.
+    """Attend without decode_prefill_parts in the metadata. Pages are [P, page size, K, D], page size a power of two.
 
-    If `fixed`, it is batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. If `shard` is
-    given, keys are only this rank's tokens. The result is then `PartialSoftmax.to_packed_tensor` without sinks.
+    fixed: batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. shard: which tokens this
+    rank has. The result is then `PartialSoftmax.to_packed_tensor` without sinks.
     """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)

@@ -292,9 +292,9 @@ def sample_tokens(
 ) -> Tensor:
     """Sample tokens [R] int64 from logits [R, vocab] float32.
 
-    Parameters are [R]: temperature float32, 0 for the first largest logit; top_k int32, vocab for all tokens; top_p
-    float64; min_p float32; seed and position int64. has_sampling must be True if a temperature is above 0, and
-    has_filters if a row with such a temperature has top_k below vocab or top_p below 1.
+    Parameters are [R]: temperature float32, 0 for the first largest logit; top_k int32, vocab for all; top_p float64;
+    min_p float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some row with such a
+    temperature has top_k below vocab or top_p below 1.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape

@@ -11,9 +11,7 @@ from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferencePerHeadLinear:
-    """One linear for each head. The last `passthrough_dim` elements of a head's input are not multiplied, but appended
-    to the head's outputs.
-    """
+    """The last `passthrough_dim` elements of each head's input are appended unchanged to its outputs."""
 
     def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
         self._linears, self._passthrough_dim = linears, passthrough_dim

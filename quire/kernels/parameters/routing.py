@@ -11,12 +11,12 @@ others.
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router chooses experts. Among equal scores, the first experts are chosen."""
+    """How a router chooses experts. Among equals, the first wins."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
-    """softmax: of the scores of all experts. sigmoid: of each score. mixer: for each choice, softmax over the experts
-    that are not yet chosen and whose scores are not much smaller than the best (SparseMixer: Liu et al., 2024).
+    """softmax: over all experts. sigmoid: of each score. mixer: for each choice, softmax over experts not yet chosen
+    whose scores are not much smaller (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
     """Divide the chosen weights by their sum. This has no effect on SparseMixer."""

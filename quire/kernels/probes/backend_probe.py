@@ -58,7 +58,7 @@ class BackendProbe(ABC):
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """Return how results differ from the reference, or None. Any exception counts as a mismatch."""
+        """Return what differs from the reference. Any exception counts as a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def check_graph_replay(
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Return whether all values are within tolerance, which NaN never is."""
+    """NaN is never close."""
     return bool(
         ((got.cpu().float() - expected).abs() < _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.abs()).all()
     )
@@ -233,7 +233,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """Return metadata for the last tokens of two sequences, which have pages (3, 1, 4) and (2, 2, 2)."""
+    """The two sequences have pages (3, 1, 4) and (2, 2, 2)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

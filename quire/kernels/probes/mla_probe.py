@@ -32,7 +32,7 @@ class MLAProbe(BackendProbe):
 
     heads: int
     dims: tuple[int, int, int, int]
-    """Sizes of the latent, of the rotated and the other part of a query, and of a value."""
+    """Sizes of latent, rotated part and other part of a query, and value."""
     is_interleaved: bool = True
 
     def find_mismatch(self, backend: Backend) -> str | None:

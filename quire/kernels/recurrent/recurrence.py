@@ -34,8 +34,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """AttentionMetadata's fields for recurrent layers. If attention has one row per token, the consecutive rows of a
-    slot form one sequence here. It takes the place of the first row, and the places of the other rows are empty.
+    """See AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence here, in
+    the first row's place. The other rows' places are empty.
     """
 
     query_start: Tensor
@@ -81,9 +81,7 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """Run `rule` on all sequences, whose slots are slots_of [S]. Raises IndexError for more draft tokens than a slot
-    keeps.
-    """
+    """slots_of [S] are the sequences' slots. Raises IndexError for more draft tokens than a slot keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (

@@ -76,8 +76,8 @@ def _is_heading(paragraph: str) -> bool:
 
 
 def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
-    """Split paragraphs into stories at headings and at openings such as "Once upon a time". Drop tables of contents,
-    prefaces, notes, and stories of fewer than `shortest` characters.
+    """Split at headings and openings like "Once upon a time". Drop contents, prefaces, notes, and stories of fewer than
+    `shortest` characters.
     """
     found: list[list[str]] = []
     current: list[str] = []
@@ -97,9 +97,7 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """Return the stories of each .txt file by file name. A story is a list of paragraphs. Raises ValueError if there
-    are no stories.
-    """
+    """Return each .txt file's stories, as lists of paragraphs. Raises ValueError if there are none."""
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -107,7 +105,7 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> list[str]:
-    """Draw books to hold out, about `share` of all characters. Raises ValueError for fewer than two books."""
+    """Draw about `share` of all characters. Raises ValueError for fewer than two books."""
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
     if len(books) < 2:
@@ -121,8 +119,8 @@ def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: 
 
 
 def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
-    """Return the other books' stories without paragraphs that share 10 consecutive words with a held-out book, because
-    many tales are printed in several books.
+    """Return the other books without paragraphs that share 10 consecutive words with a held-out book, because tales are
+    printed twice.
     """
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []
@@ -164,7 +162,7 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten to at most `limit` characters, after the end of a sentence if there is one."""
+    """Shorten to at most `limit` characters, if possible to whole sentences."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
 
@@ -197,8 +195,8 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """In 15 % of the stories about things and 45 % of the others, another noun of the same class replaces the story's
-    noun, so that the model learns to copy the noun of the request.
+    """In 15 % of stories about things, and 45 % of others, another noun of the same class replaces the noun, so the
+    model learns to copy it from the request.
     """
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
@@ -268,8 +266,8 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """Read questions from `*.jsonl` files with the fields "question" and "answer". Each request quotes a paragraph that
-    contains the answer. Questions without such a paragraph are dropped.
+    """Read `*.jsonl` files with fields "question" and "answer". A request quotes a paragraph that contains the answer;
+    questions without one are dropped.
     """
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]

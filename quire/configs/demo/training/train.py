@@ -35,9 +35,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of training, which ends when the share `until` of the budget is used. A step has `rows` rows of `length`
-    tokens. A row has the starts of chats (see HEAD) with probability `heads`, whole chats with probability `chats`, and
-    otherwise plain text.
+    """A stage ends when the share `until` of the budget is used. A step has `rows` rows of `length` tokens. A row has
+    chats' starts with probability `heads`, whole chats with probability `chats`, otherwise plain text.
     """
 
     until: float
@@ -85,7 +84,7 @@ class Windows:
         self.rest = np.empty(0, np.uint16)
 
     def take(self, length: int, aligned: bool) -> np.ndarray:
-        """Return the next `length` tokens. An aligned window begins with the start of a document."""
+        """Return the next tokens. An aligned window starts with a document."""
         parts, have = ([], 0) if aligned else ([self.rest], len(self.rest))
         while have < length:
             if not self.order:
@@ -175,7 +174,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
-    """Return the mean loss per token over the first `most` windows, or over all if `most` is None."""
+    """Return the mean loss per token over the first `most` windows (None: all)."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -186,8 +185,8 @@ def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int |
 
 
 def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimizer]:
-    """Create Muon (Jordan et al. 2024) for the layers' matrices and AdamW for all other parameters. Muon's update takes
-    a tenth of a step's time, so the matrices are divided among `parts` Muon optimizers, one per thread.
+    """Create Muon (Jordan et al. 2024) for layer matrices, AdamW for all other parameters. Muon takes a tenth of a
+    step's time, so each thread has a Muon of its own.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -199,9 +198,7 @@ def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimize
 
 
 def rate(progress: float) -> float:
-    """Return the factor of the learning rate. It rises for 1 % of the budget, stays at 1 until 20 %, then falls
-    linearly.
-    """
+    """Return the learning rate's factor, which rises for 1 %, stays at 1 until 20 %, then falls linearly."""
     return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.8))
 
 
@@ -250,7 +247,7 @@ class Trainer:
 
 
 def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[float, int]:
-    """Train until the budget is used or a signal arrives. Returns (minutes, tokens seen)."""
+    """Returns (minutes trained, tokens seen)."""
     rng = random.Random(args.seed + 1)
     stop = []
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -336,7 +333,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
-    """Return a row of the results' table: nats per token for each window length, then bits per byte for the longest."""
+    """Return a table row: nats per token by window length, then bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 

@@ -1,5 +1,5 @@
-"""Layers in a file on disk. A thread reads the next layer while the current one is computed. Reads bypass the page
-cache if possible, because caching does not help when a file larger than the cache is read repeatedly.
+"""A thread reads the next layer while the current one is computed. Reads bypass the page cache if possible, because
+caching does not help when a file larger than the cache is read repeatedly.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Return the bytes of the file's pages with the weights, because direct I/O reads whole pages."""
+        """Return bytes in whole pages, because direct I/O reads those."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:

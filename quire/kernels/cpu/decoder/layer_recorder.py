@@ -72,8 +72,8 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the step value with the first KV cache group's block table. The group's slot mapping follows, then the
-tables and slot mappings of other groups.
+"""Step value of the first KV cache group's block table. Its slot mapping follows, then other groups' tables and
+mappings.
 """
 
 

@@ -85,8 +85,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Extend the file by `size` bytes and map them, with a further page because kernels read ahead. Reserves disk
-        space, because writing to a hole on a full disk would kill the process.
+        """Map `size` more bytes of the file, and a page because kernels read ahead. Reserves disk space, because
+        writing to a hole on a full disk would kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE

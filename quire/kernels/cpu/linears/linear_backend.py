@@ -32,12 +32,12 @@ class CpuLinearBackend(ReferenceBackend):
             self.library = loaded_library
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Use our batch-invariant kernel (linear.cpp), except for float32 with the instruction sets plain and avx2.
+        """Use our batch-invariant kernel (linear.cpp), except for float32 with the plain and avx2 sets.
 
-        On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 times for 32 rows,
-        and equally fast from 128 rows on. For bfloat16, oneDNN takes 3 times as long on AVX-512 without bf16, and
-        cannot pack on AVX2. For float32 on AVX2, oneDNN is faster from a few rows on. Routers still use our kernel,
-        because a compiled MoE calls it.
+        On one Zen 4 core it is 1.5 to 3 times as fast as oneDNN with packed weights for one row, 1.1 times for 32, and
+        equally fast from 128 on. For bfloat16 oneDNN takes 3 times as long on AVX-512 without bf16, and cannot pack on
+        AVX2. For float32 on AVX2 oneDNN is faster from a few rows on. Routers still use our kernel, because a compiled
+        MoE calls it.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
         if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:

@@ -18,8 +18,8 @@ _MAX_SCALE_BLOCK = 96
 """Maximum inputs of x per scale, the same as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""Thresholds by `activation_bits`. A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds the
-threshold times the root mean square of the maxima of all the row's blocks.
+"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this threshold times the root mean square
+of all the row's blocks' maxima.
 """
 
 
@@ -119,7 +119,7 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _held_bits(weight: GroupedWeight) -> int:
-    """Return the bits that the kernel stores per code: fewer than 4 if codes have at most 8 values."""
+    """Return the stored bits per code: fewer than 4 for at most 8 values."""
     count = 16 if weight.code_values is None else len(weight.code_values)
     return weight.bits if weight.bits == 8 or count > 8 else 3 if count > 4 else 2
 

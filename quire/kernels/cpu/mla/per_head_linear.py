@@ -20,9 +20,7 @@ def make_compiled_per_head_linear(
 
 
 class CompiledPerHeadLinear:
-    """A per-head linear that one C++ call computes. All linears must be compiled, with the same number of inputs and
-    the same number of outputs.
-    """
+    """All linears must be compiled, with equal numbers of inputs and equal numbers of outputs."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int

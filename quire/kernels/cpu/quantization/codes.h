@@ -2,7 +2,7 @@
 //
 //   4 bits   128 bytes are two steps: one in the low nibbles, the next in the high ones.
 //   2 bits   128 bytes are four steps, the first in the lowest bits.
-//   3 bits   192 bytes are four steps, in three vectors of 64. The first two vectors, one for each column of 16 outputs,
+//   3 bits   192 bytes are four steps, in three vectors of 64. The first two, one per column of 16 outputs,
 //            have step 0 in the lowest bits of low nibbles, and step 1 in those of high nibbles. The third vector has
 //            step 2, and the highest bits of all nibbles are step 3, both with the first column in the low nibbles.
 #pragma once

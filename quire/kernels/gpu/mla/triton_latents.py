@@ -16,8 +16,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile, and the tile's index in the sequence. Sequence s starts at tile query_start[s] *
-    HEADS // BLOCK_M + s, which leaves enough tiles for each sequence and needs no work on the host.
+    """Return a tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s,
+    which leaves enough tiles and needs no host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:

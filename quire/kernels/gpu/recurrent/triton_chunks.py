@@ -41,8 +41,8 @@ def split_into_bfloat16_pair(x):
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """Return a chunk's sequence, and its index in the sequence. The chunks of sequence s after `decodes` begin at
-    number query_start[s] // 64 + s, so no two sequences share one. Some numbers may be unused.
+    """Return a chunk's sequence, and its index there. Sequence s after `decodes` has chunks from number query_start[s]
+    // 64 + s on, so sequences share none. Some numbers may be unused.
     """
     row = 0
     for begin in range(0, seqs, 256):
@@ -55,8 +55,8 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """Return a chunk's first token, and the number of the sequence's tokens from there on, or 0 if the sequence is not
-    computed in chunks.
+    """Return a chunk's first token, and the number of the sequence's tokens from there on; 0 if not computed
+    in chunks.
     """
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
@@ -79,9 +79,9 @@ def prepare_delta_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute, for chunks of the delta rule, the terms without S. systems [chunks, HEADS, 64, 64] get A below the
-    diagonal, and beta on it. The last two of tiles [chunks, HEADS, 4, 64, 64] bfloat16 get the coefficients of d in
-    readouts. factors [chunks, HEADS, 4, 64] get those of q S, of k S, of d in the next matrix, and of the matrix.
+    """Compute the terms without S. systems [chunks, HEADS, 64, 64] get A below the diagonal, beta on it. The last two
+    tiles of [chunks, HEADS, 4, 64, 64] bfloat16 get coefficients of d in readouts. factors [chunks, HEADS, 4, 64] get
+    those of q S, of k S, of d in the next matrix, and of the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -193,9 +193,8 @@ def prepare_state_space_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute, for chunks of state spaces, the terms without S. tiles [chunks, HEADS, 2, 64, 64] get the coefficients
-    of x in readouts. factors [chunks, HEADS, 4, 64] get those of c S, nothing, those of x in the next matrix, and of
-    the matrix.
+    """Compute the terms without S. tiles [chunks, HEADS, 2, 64, 64] get coefficients of x in readouts. factors [chunks,
+    HEADS, 4, 64] get those of c S, nothing, those of x in the next matrix, and of the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -229,8 +228,8 @@ def advance_chunks(
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute sequences chunk by chunk, with the results of the other kernels. A token's [INPUTS] have from Q_AT on q
-    (or c) per SHARING heads, from K_AT on k (or b), and from V_AT on v (or x) per head.
+    """A token's [INPUTS] have q (or c) per SHARING heads from Q_AT on, k (or b) from K_AT on, and v (or x) per head
+    from V_AT on.
     """
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)

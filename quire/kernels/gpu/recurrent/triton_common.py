@@ -30,8 +30,8 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """Return True for sequences of at least `long` tokens (if `long` is 0, for none) that have no draft tokens in this
-    step and no accepted ones from the last.
+    """True for sequences of at least `long` tokens (0: never) without draft tokens in this step and accepted ones from
+    the last.
     """
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
@@ -54,8 +54,8 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), or x above 20, as PyTorch does. Results are exact even for small exp(x), because the
-    factor cancels the rounding of 1 + exp(x).
+    """Return log(1 + exp(x)), or x above 20, as PyTorch does. Exact for small exp(x), because the factor cancels the
+    rounding of 1 + exp(x).
     """
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
@@ -88,9 +88,8 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """If NORMED, apply RMSNorm to pieces of SIZE elements, with norm [PIECES, SIZE], before the gate if FIRST,
-    otherwise after it. If ROUND, y is rounded to z's dtype before the norm. If SIGMOID, gates are the sigmoid of z,
-    otherwise SiLU.
+    """NORMED: apply RMSNorm to pieces of SIZE elements with norm [PIECES, SIZE], before the gate if FIRST. ROUND: round
+    y to z's dtype before the norm. SIGMOID: gates are the sigmoid of z, not SiLU.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i

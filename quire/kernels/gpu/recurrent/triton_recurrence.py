@@ -21,8 +21,8 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
 """Elements of a matrix per warp, which has at most 128 registers per thread. In an H100's decodes 32 columns (rows of
-128 bytes) move two to three times the bytes per second of 8 columns. The second number, 16 columns for keys of 128, is
-a compromise if the kernel also computes long prompts.
+128 bytes) move two to three times the bytes per second of 8. The fixed number, 16 columns, is a compromise if the
+kernel also computes long prompts.
 """
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
