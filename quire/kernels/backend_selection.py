@@ -69,7 +69,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device, or None if it can."""
+"""Returns why a backend cannot compute on the device; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class AttentionRequirements:
     latents: bool = False
     chunks: bool = False
     kv_dtype: dtype | None = None
-    """None means the model's dtype."""
+    """None: the model's dtype."""
     ranks: int = 1
 
 

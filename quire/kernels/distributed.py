@@ -38,8 +38,8 @@ class SmallAllReduce(Protocol):
 
 
 class DistributedCollective(Collective):
-    """Collectives of a torch.distributed process group. All ranks get the result of `gather_columns`. On GPUs, CUDA
-    graphs can record every call, and the host waits only in `all_ranks_succeeded`.
+    """All ranks get the result of `gather_columns`. On GPUs, CUDA graphs can record every call, and the host waits only
+    in `all_ranks_succeeded`.
     """
 
     def __init__(
@@ -51,13 +51,12 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """`join` creates the group. It is called at the first collective call, so that other ranks do not wait for a
-        rank that failed before. The group's timeout limits all waits.
+        """`join` creates the group at the first collective call, so that other ranks do not wait for a rank that failed
+        before. The group's timeout limits all waits.
 
-        With `in_order`, sums are computed in float32 and rank order. Otherwise the group's all-reduce computes them,
-        which is faster from three ranks on. NCCL gives all ranks the same bits, but its order of summation depends on
-        x's size and on the position in x (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue
-        1497).
+        With `in_order`, sums are in float32 and rank order. Otherwise the group's all-reduce adds, which is faster from
+        three ranks on. NCCL gives all ranks the same bits, but its order depends on x's size and on the position in x
+        (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce

@@ -57,6 +57,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Experts in a file on disk. Create all MoEs before calling `finish_loading`, which also raises ValueError if the
-    memory holds less than one expert.
+    """Create all MoEs before `finish_loading`, which also raises ValueError if the memory holds less than one
+    expert.
     """

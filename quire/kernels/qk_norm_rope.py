@@ -21,8 +21,8 @@ class QKNormRopeParams:
 
     head_dim: int
     cos_sin: Tensor | None
-    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None means no
-    RoPE.
+    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None:
+    no RoPE.
     """
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None

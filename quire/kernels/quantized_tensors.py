@@ -88,11 +88,11 @@ class GroupedWeight:
     scales: Tensor
     """[out, in / group] float32."""
     offsets: Tensor | None = None
-    """[out, in / group] float32. None means 0."""
+    """[out, in / group] float32. None: 0."""
     code_values: tuple[int, ...] | None = None
-    """Values of 4-bit codes: at most 16, from -127 to 127. None means code - 8."""
+    """Values of 4-bit codes: at most 16, from -127 to 127. None: code - 8."""
     input_order: Tensor | None = None
-    """[in] int64: groups are made of x[:, order]. None means natural order."""
+    """[in] int64: groups are made of x[:, order]. None: natural order."""
     nested: tuple[NestedScales, ...] = ()
     """The same scales, and offsets if there are any, in nested form, for backends that can hold it. Empty if
     unknown.

@@ -30,7 +30,7 @@ class MoEComponents:
     down: Sequence[LinearFunction]
     routing: Routing
     clamped_swiglu: ClampedSwiGLU | None = None
-    """None means a SiLU gate without limits."""
+    """None: a SiLU gate without limits."""
     activation: Activation | None = None
     """The activation of MLPs without gates. `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None

@@ -51,7 +51,7 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
-    """Return the first words of the compiler's command, or None if there is no compiler."""
+    """Return the first words of the compiler's command; None if there is no compiler."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]

@@ -141,7 +141,7 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
-    """Return None if the cache has the kernel's dtype and so is not quantized."""
+    """Return None for a cache in the kernel's dtype."""
     format_number = _KV_FORMATS.get(cache.dtype)
     return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
 
@@ -335,7 +335,7 @@ class NativeLibrary:
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """Return the best library for this CPU, or why none can be loaded, in one line."""
+    """Return this CPU's best library, or in one line why there is none."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
@@ -374,6 +374,6 @@ def is_amx_refused() -> bool:
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Return what this CPU supports, best last. Needs the plain library."""
+    """Best last. Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

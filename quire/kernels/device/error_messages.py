@@ -16,7 +16,7 @@ _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
 def describe_compiler_error(error: BaseException) -> str | None:
-    """Return why Triton cannot compile its C launchers, or None for other errors."""
+    """Return why Triton cannot compile its C launchers; None for other errors."""
     if "Failed to find C compiler" in str(error):  # triton/runtime/build.py
         return (
             "Triton needs a C compiler to start its kernels and finds none: "

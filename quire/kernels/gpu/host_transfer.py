@@ -43,7 +43,7 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Return views of the bytes that `pack_arrays_into` has written for these arrays."""
+    """Return views of the bytes that `pack_arrays_into` wrote."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)

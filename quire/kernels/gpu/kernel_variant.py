@@ -76,7 +76,7 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """Make Triton compile for `target`. Call this in a process that has no GPU and launches no kernels."""
+    """Call in a process that has no GPU and launches no kernels."""
     driver.set_active(CompileOnlyDriver(target))
 
 

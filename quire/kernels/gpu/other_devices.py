@@ -22,7 +22,7 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of the device, or None if PyTorch does not report them."""
+    """Return free bytes; None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
@@ -39,8 +39,8 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """Return the dtype that --dtype auto takes instead of the checkpoint's dtype `name`, or None to keep that. Not all
-    Apple chips compute bfloat16, and none computes it faster than float16.
+    """Return what --dtype auto uses instead of the checkpoint's dtype `name`; None to keep it. Not all Apple chips
+    compute bfloat16, and none computes it faster than float16.
     """
     if device.type == "mps":
         return "float16" if name != "float16" else None
@@ -52,7 +52,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return float32 for Apple's and Intel's GPUs, because all Apple's and some of Intel's lack float64. Otherwise
-    return float64.
-    """
+    """Return float32 for other devices, because Apple's GPUs and some of Intel's lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

@@ -21,7 +21,7 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """How a mixed batch is divided. query_start and key_start count from the first sequence after the decodes."""
+    """query_start and key_start count from the first sequence after the decodes."""
 
     num_decodes: int
     """Number of leading sequences with one query: at least one, but not all sequences."""
@@ -48,8 +48,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """Return `metadata` with decode_prefill_parts, in every KV cache group. The parts hold only what attention
-        needs. query_start and key_start are this split's arrays, on the device.
+        """Return `metadata` with parts in every KV cache group. The parts hold only what attention needs. query_start,
+        key_start: this split's arrays on the device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
@@ -81,9 +81,7 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages are [token, KV head, head_dim]. Attention with a lookahead uses PyTorch: scaled_dot_product_attention or
-    the reference.
-    """
+    """Pages are [token, KV head, head_dim]. PyTorch computes attention with a lookahead."""
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -106,9 +104,7 @@ class PagedAttentionBackend(TorchBackend):
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """Return the metadata of a batch that has the decodes first, then the prompts. `linear` is for all tokens. CUDA
-    graphs can record this call.
-    """
+    """Return metadata for decodes followed by prompts. linear: for all tokens. CUDA graphs can record this call."""
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -165,7 +161,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Call `attend` for each part of the batch, or once if there are no parts. q is [T, H, D]."""
+    """Call `attend` for each part, or once without parts. q is [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

@@ -46,11 +46,11 @@ class BackendProbe(ABC):
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """None means the model's dtype."""
+    """None: the model's dtype."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Return why the backend cannot compute here, in one sentence, or None if it matches the reference."""
+        """Return why the backend cannot compute here, in one sentence; None if it matches the reference."""
         try:
             return self.find_mismatch(backend)
         except Exception as error:  # libraries raise exceptions of any class

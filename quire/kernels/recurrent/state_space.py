@@ -29,7 +29,7 @@ class StateSpace(Recurrence):
     skip: Tensor
     """[heads] float32."""
     norm_weight: Tensor | None
-    """[heads * value] float32. None means no norm."""
+    """[heads * value] float32. None: no norm."""
     eps: float
     num_groups: int
     """Groups of consecutive heads, equal in size."""

@@ -24,7 +24,7 @@ of all the row's blocks' maxima.
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
-    """Return the weights, or None if the integer kernels cannot fuse them."""
+    """Return the weights; None if the integer kernels cannot fuse them."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
         has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped

@@ -16,7 +16,7 @@ from quire.kernels.cpu import native_library
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
 _MIN_BUFFER_BYTES = 1 << 20
-"""Minimum bytes of a rank's buffer. Tensors longer than a buffer are summed in pieces."""
+"""Minimum size of a rank's buffer. Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
 """Polls before a waiting rank sleeps: about 50 microseconds, longer than ranks with their own cores lag within a step.
 """

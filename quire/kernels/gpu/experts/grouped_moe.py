@@ -37,7 +37,7 @@ _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert. Kernels find the weights through a table of addresses, so nothing is copied."""
+    """One linear of every expert, which kernels read by address, so nothing is copied."""
 
     parts: list[PackedWeight]
     """All parts have one format, which may be 16-bit."""
@@ -76,9 +76,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """Return [rows, outs]. count is the number of experts on all ranks. For `order`, `starts` and of_tokens see
-        triton_experts.py.
-        """
+        """Return [rows, outs]. count: experts on all ranks. order, starts, of_tokens: see triton_experts.py."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -98,9 +96,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """An MoE in Triton kernels. The terms of a row's sums do not depend on other rows. With fixed tiles, its bits do
-    not either.
-    """
+    """Which terms a row's sums have does not depend on other rows. With fixed tiles, neither do its bits."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -166,8 +162,8 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns their order, and where
-    each expert's rows start.
+    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns the order, and where
+    experts start.
     """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)

@@ -1,8 +1,6 @@
-"""MoE kernels. CUDA graphs can record them, because the host reads nothing. There are no atomics, so every sum has one
-order.
+"""MoE kernels for CUDA graphs: the host reads nothing. Without atomics, every sum has one order.
 
-Row t * top_k + j is token t with its j-th expert. starts [experts + 1] has each expert's first sorted row, then the end
-of the last expert's rows.
+Row t * top_k + j is token t with its j-th expert. Sorted rows of expert e are starts[e] to starts[e + 1].
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sort rows by expert, in a stable order. This rank has EXPERTS experts from `first` on. order is int32."""
+    """Sort rows by expert, stably. This rank has EXPERTS experts from `first` on. order is int32."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -96,8 +94,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """If OF_TOKENS, x is [tokens, inner], and out has sorted rows. Otherwise x has sorted rows, and out is in row
-    order. codes, scales, factors and bias only give pointer types, because `table` has the experts' addresses.
+    """If OF_TOKENS, x is [tokens, inner], and out has sorted rows. Otherwise x has sorted rows, and out row order.
+    codes, scales, factors and bias only give types, because addresses are in `table`.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -140,7 +138,7 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the outputs of a token's experts in order of choice, without other ranks' experts."""
+    """Sum a token's expert outputs in order of choice, without other ranks' experts."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

@@ -183,10 +183,9 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Return True if code for `architectures` runs on a GPU of `capability`. architectures are names from
-    `torch.cuda.get_arch_list`, such as "sm_90" and "compute_120". Machine code (sm) runs on its major version from its
-    minor version on, PTX (compute) on all later versions. The suffix "a" limits code to one version, "f" to one major
-    version.
+    """True if code for `architectures`, such as "sm_90" or "compute_120" in `torch.cuda.get_arch_list`, runs on
+    `capability`. Machine code (sm) runs on its major version from its minor version on, PTX (compute) on all later
+    versions. Suffix "a" limits code to one version, "f" to one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

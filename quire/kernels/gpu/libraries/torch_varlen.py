@@ -79,7 +79,7 @@ class TorchVarlenBackend(FlashPagedBackend):
 
 
 def _find_varlen_attn() -> Callable[..., Tensor] | None:
-    """Return PyTorch's varlen_attn, or None if it takes no block tables."""
+    """Return PyTorch's varlen_attn; None if it takes no block tables."""
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _MIN_TORCH_VERSION:
         return None
     try:

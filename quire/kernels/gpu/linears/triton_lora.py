@@ -90,8 +90,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the sum of middle's splits times `up` to `out`. up [slots, RANKS * outs] has for each part [RANKS, outputs of
-    the part]. places [blocks, 4] has a block's part, the part's first output and end, and the block's first output.
+    """Add middle (summed over splits) times up to out. up [slots, RANKS * outs] has [RANKS, its outs] for each part.
+    places [blocks, 4]: part, first output and end of the part, first output of the block.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -156,7 +156,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Return the linear's roundings and None, because adapters need unrounded x."""
+        """Include None, because adapters need unrounded x."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 
@@ -189,7 +189,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """Copy the deltas to pinned memory, which allows asynchronous copies to the GPU."""
+        """Copy to pinned memory, which allows asynchronous uploads."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:

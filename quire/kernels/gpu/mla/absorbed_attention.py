@@ -41,9 +41,8 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """Attend with absorbed queries q [T, H, L + R] to latents. Pages are [P, page size, 1, L + R], where the page size
-    is a power of two. metadata must have no decode_prefill_parts. For `fixed` and `shard` see
-    triton_paged_attention.py.
+    """q [T, H, L + R] is absorbed. Pages are [P, page size, 1, L + R], page size a power of two. metadata must have no
+    decode_prefill_parts. fixed, shard: see triton_paged_attention.py.
     """
     assert softmax.value_dim is not None
     q = q.contiguous()

@@ -1,5 +1,5 @@
-"""MLA of whole prompts, with latents expanded to keys and values of all heads. This multiplies less than the absorbed
-form but rounds differently, so a row's bits depend on how the prompt is divided into chunks.
+"""MLA of whole prompts with keys and values of all heads. This multiplies less than the absorbed form but rounds
+differently, so a row's bits depend on how the prompt is divided into chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """See ExpandablePerHeadLinear.attend_expanded. `halves` are the two halves of kv_b_proj: [H, L, P], which absorbs
-    queries, and [H, V, L], which makes values.
+    """See ExpandablePerHeadLinear.attend_expanded. halves of kv_b_proj: [H, L, P], which absorbs queries, and [H, V,
+    L], which makes values.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape
@@ -43,8 +43,8 @@ def run_expanded_attention(
 
 
 def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> AttentionTiles:
-    """`widest` is the larger of the sizes of a key and of a value. Measured on an H100. Without `hopper`, tiles fit in
-    a consumer GPU's 99 KB of shared memory.
+    """widest: larger size of key and value. Measured on an H100. Without `hopper`, tiles fit in a consumer GPU's 99 KB
+    of shared memory.
     """
     if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)

@@ -12,7 +12,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_kv_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load [BLOCK_N, SIZE_PAD]. If MASKED, rows that are not `inside` are 0."""
+    """Load [BLOCK_N, SIZE_PAD], with 0 if MASKED and not `inside`."""
     if MASKED and SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     elif MASKED:
@@ -29,9 +29,7 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, only keys before `queries` and up to each query's position
-    count.
-    """
+    """Process keys `begin` to `begin` + BLOCK_N. MASKED: hide keys from `queries` on, and after each query."""
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
@@ -57,8 +55,8 @@ def attend_expanded(
     HEADS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     KEPT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The rotated elements of keys, R (maybe 0) per token and the same for all heads, are the first of each row of
-    turned [T, KEPT]. Sequences are whole: all their keys are from this step.
+    """turned [T, KEPT] starts with the R (maybe 0) rotated elements of keys, which all heads share. All keys of a
+    sequence are from this step.
     """
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)

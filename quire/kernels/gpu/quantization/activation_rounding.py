@@ -32,7 +32,7 @@ class EightBitRounding(ActivationRounding):
     is_integer: bool
     """If False, x is rounded to float8."""
     has_block_scales: bool
-    """If True, a row has one scale per SCALE_BLOCK inputs, [blocks, rows]. Otherwise it has one scale, [rows]."""
+    """If True, a row has one scale per SCALE_BLOCK inputs, [blocks, rows]; otherwise one, [rows]."""
     pair_distance: int
     """Inputs per step if codes have the order of the bytes in the weights' words. 0 for natural order."""
 
@@ -129,9 +129,7 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether norms and gates can round x: not if rows are too narrow to fill a norm's block, or if the trial
-    fails.
-    """
+    """False for rows too narrow to fill a norm's block, and if the trial fails."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None
@@ -141,7 +139,7 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Return why norms and gates cannot round on this GPU, or None if they can. The reason is also logged."""
+    """Return and log why norms and gates cannot round on this GPU; None if they can."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

@@ -1,5 +1,5 @@
-"""PTX that decodes low-bit codes two at a time. Triton's operations would decode one at a time. The bits of a code
-become bits of a float, from which one multiply-add makes the exact number.
+"""PTX that decodes low-bit codes two at a time, while Triton's operations take one. Bits of codes become bits of
+floats, from which one multiply-add makes exact numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Return PTX that decodes the float at bit `at` of each half of the source. Its value is 2^exponent times the value
-    that its bits have in the larger type.
+    """Decode the float at bit `at` of each half of the source. Its value is 2^exponent times that of its bits in the
+    larger type.
     """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))

@@ -36,7 +36,7 @@ _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
 """From this many rows on, weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words per long step, and the shared memory that three of them take with _MAX_SOME_ROWS rows."""
+"""Words per long step; shared memory of three such steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_STEPS = 4
@@ -44,7 +44,7 @@ _MIN_STEPS = 4
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """A linear of quantized parts, which share their input. Their outputs are concatenated."""
+    """Parts share their inputs. Their outputs are concatenated."""
 
     def __init__(
         self,
@@ -56,9 +56,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """If `fixed`, the linear is batch-invariant. `products` names, for each part, PyTorch's product for
-        many rows.
-        """
+        """fixed: batch-invariant. products: each part's PyTorch product for many rows."""
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
@@ -142,7 +140,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """Return how x is rounded if it has many rows, or None if it is not."""
+    """Return how x is rounded if it has many rows; None if it is not."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -205,7 +203,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """Return True if the GPU multiplies float8, and for Triton's interpreter."""
+    """True also for Triton's interpreter, on the CPU."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
@@ -217,8 +215,8 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Return small tiles for few rows, because these mostly wait for weights. If `fixed`, tiles do not depend on
-    `rows`. `part` is the weight to decode. Measured on an H100.
+    """Return small tiles for few rows, whose time goes to reading weights. fixed: the same for any `rows`. part: weight
+    to decode. Measured on an H100.
     """
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
@@ -239,8 +237,8 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Return the number of parts of the inner dimension, and the words per part. Both are independent of x. The parts'
-    stored sums stay smaller than the weights.
+    """Return how many parts the inner dimension has, and words per part, both independent of x. Stored sums stay
+    smaller than the weights.
     """
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)

@@ -20,9 +20,7 @@ from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
 DEQUANTIZED_BYTES = 128 * 2**20
-"""Maximum bytes of weights that are dequantized at once. On an H100, products of many outputs gain more than staying in
-the L2 cache does.
-"""
+"""Bytes dequantized at once. On an H100, products of many outputs gain more than staying in the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
 """Above _MIN_TRITON_ROWS rows, Triton multiplies int8 if it has at least 1 / _MIN_PROGRAM_SHARE programs per
 multiprocessor.
@@ -31,9 +29,9 @@ _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""Inputs and outputs must be multiples of this for _scaled_mm, and of half of it for _int_mm."""
+"""Required factor of inputs and outputs for _scaled_mm; _int_mm requires half of it."""
 _ROW_MULTIPLE = 4
-"""Rows must be multiples of this for _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
+"""Required factor of rows for _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
 """Relative to a float64 product of the same codes. A bfloat16 result has 8 significant bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
@@ -50,7 +48,7 @@ class TorchMatmulKind(StrEnum):
 
 
 def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmulKind | None:
-    """Return PyTorch's product for this weight, or None if there is none or it fails its trial."""
+    """None if there is no product or it fails its trial."""
     candidate = _candidate_matmul(part)
     if candidate is None or trial_failure_reason(candidate, dtype, part.codes.device) is not None:
         return None
@@ -73,7 +71,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why PyTorch's product is wrong or fails, or None if it is right."""
+    """Return why PyTorch's product fails; None if it is right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
@@ -89,7 +87,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
 def _trial_relative_error(
     product: TorchMatmulKind, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
 ) -> float:
-    """Return the relative error, which is inf if a result is NaN."""
+    """Return inf if a result is NaN."""
     rows, inner, outs = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((rows, inner), generator=generator).to(device, dtype)

@@ -1,12 +1,11 @@
 """Products with quantized weights, decoded in registers.
 
 `multiply_weight_only` decodes exactly to x's dtype. Scales and offsets are applied to the float32 sums once per step,
-because a step lies in one group. The weights are the left operand and x is the right one, because 64 outputs fill a
-tensor core's rows even if x has few.
+which lies in one group. Weights are the left operand, because 64 outputs fill a tensor core's rows even if x has few.
 
 Few rows fill a GPU only if the inner dimension is split (`multiply_split_k`, `reduce_split_k`). NESTED makes the same
 sums in the same order, so with one tile size a row has the same bits in every batch. Integers become floats by bit
-operations and one addition, because the GPU's conversion has an eighth of the rate.
+operations and one addition, because the GPU converts at an eighth of that rate.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from quire.kernels.gpu.quantization.ptx_decode import HAS_PTX, byte_decode_asm, 
 from quire.kernels.gpu.triton_kv_quantization import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
-"""Kinds of weights. INTEGERS is int8 and FLOATS is float8 bits, both one per byte, or two per 16-bit word. NIBBLES is
-four 4-bit codes per word with the value code - 8, TABLE is four codes with a table of values, and NIBBLE_FLOATS is four
-doubled 4-bit floats (e2m1). NUMBERS is numbers of x's dtype.
+"""INTEGERS: int8. FLOATS: float8 bits. Both are one per byte, or two per 16-bit word. NIBBLES: four 4-bit codes per
+word with the value code - 8. TABLE: four with a value table. NUMBERS: numbers of x's dtype. NIBBLE_FLOATS: four doubled
+4-bit floats (e2m1).
 """
 
 
@@ -86,8 +85,8 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Return pointers to the first words of outputs n. STEP words of each of LINES outputs lie side by side, then the
-    next STEP words of each. Outputs past the last get valid pointers, because reading elsewhere may fault.
+    """Return the start of outputs n. STEP words of each of LINES outputs lie side by side, then the next STEP of each.
+    Outputs past the last get valid pointers, because reading elsewhere may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -124,9 +123,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, the next
-    higher codes are the inputs after those. Scales are read one step ahead, because Triton prefetches only dot
-    operands.
+    """Sum over words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, followed by the next
+    codes. Scales are read one step ahead, because Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -309,8 +307,8 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """x has one scale per row, weights have one factor per output. If WHOLE, inner is a multiple of BLOCK_K. TOGETHER
-    row tiles are neighbors in the grid, so that they share the cache.
+    """x has one scale per row, weights one factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles
+    are neighbors in the grid, to share the cache.
     """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)

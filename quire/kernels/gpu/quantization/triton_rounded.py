@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Return where a column's code is stored. Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the
-    first step has the low bytes, the second the high bytes.
+    """Return where a column is stored. Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the first
+    has the low bytes, the second the high bytes.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -96,9 +96,8 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """If WHOLE, also store unrounded results to out. Codes are stored in the layout [BLOCKS, BLOCK]. In the layout of
-    the norm's sum, threads would have 16 numbers instead of the norm kernel's 8, which would change the order of the
-    sum.
+    """WHOLE: also store out, unrounded. Codes are stored as [BLOCKS, BLOCK]. In the layout of the norm's sum, threads
+    would have 16 numbers instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -138,7 +137,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read inputs twice, the second time from the cache, because the scale depends on the whole row."""
+    """Read inputs again from the cache, once the row's scale is known."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -76,7 +76,7 @@ class PackedWeight:
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Return scales and offsets. A missing one is replaced by a tensor that the kernel does not read."""
+        """In place of missing ones, return a tensor that the kernel does not read."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
@@ -109,7 +109,7 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
-    """Shift codes with consecutive values so that the value is code - 8, which needs no table."""
+    """Shift codes of consecutive values to code - 8, which needs no table."""
     values = weight.code_values
     if values is None or values != tuple(range(values[0], values[0] + len(values))):
         return weight

@@ -45,16 +45,14 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 
 
 class OneShotAllReduce:
-    """Sums over ranks in one kernel launch. Sums must not overlap, and must have the same order and sizes on
-    all ranks.
-    """
+    """Sums must not overlap, and must have the same order and sizes on all ranks."""
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
-        """`rank_memories` are the `rank_memory_bytes` of each rank, as this rank's GPU reaches them, all zero.
-        `host_flags` is [2] int32, zero, in host memory that the GPU reaches. `max_polls` is how often another rank's
-        count is polled before a sum is given up.
+        """rank_memories: `rank_memory_bytes` zeros of each rank, as this rank reaches them. host_flags: [2] int32 zeros
+        in host memory that the GPU reaches. max_polls: how often another rank's count is polled before a sum is given
+        up.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -88,7 +86,7 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
-    """Return the bytes of the counters, which come before the numbers in a rank's memory."""
+    """The counters come before the numbers in a rank's memory."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 
@@ -136,9 +134,8 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """Set up one-shot sums, if all ranks call this. Returns None on all ranks, and logs why, if a GPU does not reach
-    another's memory or the trial fails. Raises RuntimeError if a rank does not call. `storages` is PyTorch's class that
-    shares GPU memory.
+    """Call on all ranks. Returns None on all, and logs why, if a GPU does not reach another's memory or the trial
+    fails. Raises RuntimeError if a rank does not call. storages: PyTorch's class that shares GPU memory.
     """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 _LOOKS = tl.constexpr(256)
-"""Polls of other ranks' counts for each poll of the stop flag, which is in slow host memory."""
+"""Polls of counts for each poll of the stop flag, which is in slow host memory."""
 
 
 @triton.jit
@@ -30,10 +30,9 @@ def sum_over_ranks(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """addresses [RANKS] int64 are of each rank's memory. It has HEAD bytes of counts [PROGRAMS, RANKS] int64, which the
-    ranks write, then two buffers of PART * 4 bytes per program. counts [PROGRAMS + 1] int64 are the number of sums of
-    each program, then whether a program gave up. words [2] int32 in host memory are the stop flag and the given-up
-    flag.
+    """addresses [RANKS] int64: each rank's memory. It has HEAD bytes of counts [PROGRAMS, RANKS] int64, which the ranks
+    write, then two buffers of PART * 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, then
+    whether one gave up. words [2] int32 in host memory: stop flag, given-up flag.
     """
     program, i = tl.program_id(0), tl.arange(0, PART)
     if tl.load(counts + PROGRAMS) == 0:

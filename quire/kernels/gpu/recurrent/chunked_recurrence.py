@@ -30,9 +30,8 @@ H100. The stages take up to 218 of its 227 KB of shared memory.
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """Return whether chunks are supported and a sequence of `longest` tokens is long enough. Only Hopper is supported,
-    because other GPUs have less shared memory or other products, and are untested. A decay per row would need other
-    products.
+    """True only on Hopper, because other GPUs have less shared memory or other products, and are untested. A decay per
+    row would need other products. longest: tokens of the longest sequence.
     """
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     able = able and not (isinstance(rule, DeltaRule) and rule.has_row_decay)
@@ -52,9 +51,8 @@ def advance_chunked(
     kernel_flags: tuple[int, int],
     decodes: int,
 ) -> None:
-    """Advance the states of long sequences and write to `read`. sequence_tensors are query_start, context_lens, state
-    and verified counts, and slots. kernel_flags are whether there are draft tokens, and the minimum tokens of a long
-    sequence. The first `decodes` sequences are not long.
+    """sequence_tensors: query_start, context_lens, state and verified counts, slots. kernel_flags: whether there are
+    draft tokens, and the minimum tokens of a long sequence. The first `decodes` sequences are not long.
     """
     inputs = step_inputs[0]
     (heads, key, value) = states.matrices.shape[1:]
