@@ -129,7 +129,7 @@ struct Collective {
   long capacity;  // bytes of a buffer
   int rank, count;
   int parent;      // the parent process, without which waits fail; 0: none
-  int spins;       // looks at another rank's count before sleeping
+  int spins;       // polls of another rank's count before sleeping
   uint32_t steps;  // steps begun so far
 };
 

@@ -166,7 +166,7 @@ def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
 
 
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raises TypeError."""
+    """Raises TypeError unless sinks are contiguous float32, one per head."""
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
         raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
 

@@ -47,8 +47,8 @@ class Pool {
     }
     take(0);
     open_.store(false);  // from here on no further helper starts
-    // Sleeping here after some 15 microseconds, so that a helper that the system has suspended gets a core, made 8
-    // streams a tenth slower.
+    // When the caller slept here after some 15 microseconds, to leave its core to a suspended helper, 8 streams became
+    // a tenth slower.
     for (int spins = 0; inside_.load() > 0; ++spins) relax(spins);
   }
 

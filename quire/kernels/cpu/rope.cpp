@@ -8,7 +8,7 @@ namespace {
 
 // Kinds of norm, by the numbers in kernels/qk_norm_rope.py.
 enum { kHeads = 0, kWhole = 1, kCentred = 2, kAfter = 3 };
-// What is projected: only queries; also keys, which are values too; all three.
+// What is projected: only queries; queries and keys, which are also the values; or all three.
 enum { kQueries = 0, kKeys = 1, kAll = 2 };
 struct Head {
   const float* weight;   // weight of its norm; null: no norm
@@ -18,7 +18,7 @@ struct Head {
   float scale;           // factor of the result
 };
 
-// One head of `dim` elements, computed in float32 and rounded once.
+// Norms and rotates one head of `dim` elements, in float32, and rounds once.
 template <class T>
 INLINE void norm_and_rotate(const T* x, const Head& head, int dim, T* out) {
   const int half = dim / 2;

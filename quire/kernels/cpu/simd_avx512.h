@@ -161,7 +161,7 @@ INLINE void transpose(Words (&rows)[16]) {
     pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
     pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
   }
-  Words fours[16];  // i + j has, in its lane of 128 bits l, column 4 l + j of rows i to i + 3
+  Words fours[16];  // in 128-bit lane l, i + j has column 4 l + j of rows i to i + 3
   for (int i = 0; i < 16; i += 4)
     for (int j = 0; j < 2; ++j) {
       fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);

@@ -73,7 +73,7 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Return bytes in whole pages, because direct I/O reads those."""
+        """Return the weights' bytes, rounded up to pages for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:

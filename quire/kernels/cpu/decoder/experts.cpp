@@ -1,8 +1,8 @@
 // A mixture of experts. Rows are sorted by the experts that the router chose for them, and each expert multiplies its
 // rows at once. So its weights are read once, and those of an expert that no row chose are not read.
 //
-// A row's bits depend only on the row. Linears guarantee this, a row's experts and their shares are computed by
-// themselves, and the experts' outputs are added in the order of the experts.
+// A row's bits depend only on the row. Linears guarantee this, a row's experts and shares are computed from its scores
+// alone, and the experts' outputs are added in the order of the experts.
 #include "../kernels.h"
 #include "mapped.h"
 #include "routing.h"

@@ -18,7 +18,7 @@ class RecurrenceKernelArguments(NamedTuple):
     kernel: str
     weights: tuple[Tensor | None, ...]
     sizes: tuple[int, int, int, int]
-    """Numbers of groups of heads and of heads, key dimension, value dimension."""
+    """(groups of heads, heads, key dimension, value dimension)."""
     rules: tuple[float, ...]
 
 
@@ -45,7 +45,7 @@ def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
 
 
 def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError."""
+    """Raises TypeError or ValueError if the kernels do not support these dtypes, sizes or strides."""
     _, weights, (groups, heads, key, value), _ = recurrence_kernel_arguments(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):

@@ -9,7 +9,7 @@ MAX_CONV_WIDTH = 16
 
 
 def check_short_conv(conv: ShortConv, columns: ConvStates, dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError."""
+    """Raises TypeError or ValueError if the kernels do not support these dtypes, sizes or strides."""
     if conv.weight.dtype != torch.float32 or (conv.bias is not None and conv.bias.dtype != torch.float32):
         raise TypeError("weight and bias of a convolution must be float32")
     stored = [each for each in (columns.piece_ends, columns.slot_columns) if each is not None]

@@ -128,7 +128,7 @@ def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) 
     """Return the largest number of x's inputs per scale that all groups allow."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
-    return max(sizes, default=64)  # one group of all inputs, which are padded
+    return max(sizes, default=64)  # a single group has all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:

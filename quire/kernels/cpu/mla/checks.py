@@ -9,7 +9,7 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 
 def check_latent_params(latent: LatentNormRopeParams) -> None:
-    """Raises TypeError or ValueError."""
+    """Raises TypeError or ValueError for unsupported parameters."""
     table = latent.norm_weight if latent.cos_sin is None else latent.cos_sin
     if latent.norm_weight.dtype != torch.float32 or table.dtype != torch.float32:
         raise TypeError("the norm and the rotation of latents must be float32")
@@ -19,7 +19,7 @@ def check_latent_params(latent: LatentNormRopeParams) -> None:
 
 
 def check_key_selection_params(params: KeySelectionParams, dim: int) -> None:
-    """Raises TypeError or ValueError."""
+    """Raises TypeError or ValueError for unsupported parameters."""
     tensors = (params.norm_weight, params.norm_bias, params.cos_sin)
     if any(each.dtype != torch.float32 or not each.is_contiguous() for each in tensors):
         raise TypeError("the norm and the rotation of index keys must be float32 and contiguous")

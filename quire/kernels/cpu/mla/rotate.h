@@ -1,4 +1,4 @@
-// The rotary embedding of what latent attention caches.
+// The rotary embedding of latent attention's queries and keys.
 #pragma once
 
 // Rotates pairs of numbers: neighbors, or one of each half. Either way the first results of all pairs come first, then

@@ -229,7 +229,7 @@ EXPORT(bf16, bf16)
 
 // Packs codes [outs][in] to [outs / 64, rounded up][in / 4][64 words]. Missing outputs become 0.
 EXPORTED void pack_float8(const uint8_t* codes, uint8_t* packed, int in, int outs, int threads) {
-  constexpr int kByte[4] = {1, 3, 0, 2};  // of a word, for each of four inputs
+  constexpr int kByte[4] = {1, 3, 0, 2};  // the byte of a word, for each of four inputs
   parallel_for(threads, (outs + kPanel - 1) / kPanel, [&](long panel) {
     uint8_t* to = packed + panel * (in / 4) * kStep;
     for (int i = 0; i < in; ++i)

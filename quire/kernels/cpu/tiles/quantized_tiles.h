@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kFew = 4096, kMany = 16384;  // bytes: codes that are multiplied with both columns while they are in L1
+constexpr int kFew = 4096, kMany = 16384;  // bytes of codes that both columns multiply from L1
 
 // Consecutive blocks of a panel.
 struct Blocks {

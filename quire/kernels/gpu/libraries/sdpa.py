@@ -79,7 +79,7 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """q [S, H, D] has the last token of each context."""
+    """q [S, H, D] has each context's last query."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]

@@ -156,7 +156,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Include None, because adapters need unrounded x."""
+        """Return the linear's roundings, and None, because adapters need unrounded x."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 

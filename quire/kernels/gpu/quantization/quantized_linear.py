@@ -203,7 +203,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """True also for Triton's interpreter, on the CPU."""
+    """True if the GPU multiplies float8, and on the CPU (Triton's interpreter)."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 

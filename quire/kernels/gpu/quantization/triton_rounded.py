@@ -35,7 +35,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """Make codes that are PAIRED columns apart adjacent. The row must hold whole pairs of steps."""
+    """Move codes at a distance of PAIRED next to each other. The row must hold whole pairs of steps."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))

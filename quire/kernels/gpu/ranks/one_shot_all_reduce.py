@@ -26,7 +26,7 @@ log = logging.getLogger("quire.kernels")
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
 """All programs must run at once. Every GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Each rank reads the numbers of all ranks. For larger tensors an all-reduce in pieces is faster."""
+"""Each rank reads all ranks' numbers, so larger tensors are faster with an all-reduce in pieces."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
 """This many polls take minutes. Other mechanisms notice earlier that a rank has ended."""

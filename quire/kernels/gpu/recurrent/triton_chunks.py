@@ -1,5 +1,5 @@
-"""Delta rules and state spaces by chunks of 64 tokens, with matrix products. Bits differ from those of single tokens
-and depend on how a prompt was cut.
+"""Delta rules and state spaces by chunks of 64 tokens, with matrix products. Bits differ from those of a
+token-by-token computation, and depend on how a prompt is divided into steps.
 
 G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
     readout       exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
