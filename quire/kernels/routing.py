@@ -34,7 +34,7 @@ class MoEComponents:
     activation: Activation | None = None
     """The activation of MLPs without gates. `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
-    """[experts] float32, added to scores only for the choice of experts (DeepSeek-V3, 2024)."""
+    """[experts] float32, added to weights only to choose experts (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
     """[experts] float32 factors of the final weights."""
     has_gelu_gates: bool = False

@@ -58,7 +58,7 @@ struct PackedLinear {
 struct LinearBlocks {
   const PackedLinear* linears;  // [count], all with the same numbers of inputs and outputs
   int count;
-  int passed;  // numbers after a linear's inputs, which are copied to after its outputs
+  int passed;  // numbers after a linear's inputs, copied to follow its outputs
 };
 
 // How scores choose a row's experts (decoder/routing.h); kernels/parameters/routing.py explains the fields.

@@ -16,7 +16,7 @@ static bool has_tiles() {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Asks the system whether this process may use tiles, before any thread does. A container may refuse.
+// Asks the system whether this process may use tiles, before any thread uses them. A container may refuse.
 static bool may_use_tiles() {
   constexpr long kAskPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;

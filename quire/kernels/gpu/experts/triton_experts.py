@@ -94,8 +94,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """If OF_TOKENS, x is [tokens, inner], and out has sorted rows. Otherwise x has sorted rows, and out row order.
-    codes, scales, factors and bias only give types, because addresses are in `table`.
+    """OF_TOKENS: x is [tokens, inner], and out has sorted rows. Otherwise x has sorted rows, and out is in row order.
+    codes, scales, factors and bias only give types; addresses are in `table`.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)

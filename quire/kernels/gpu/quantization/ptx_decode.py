@@ -35,8 +35,8 @@ def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Decode the float at bit `at` of each half of the source. Its value is 2^exponent times that of its bits in the
-    larger type.
+    """Return PTX for the float at bit `at` of each half of the source. Its value is 2^exponent times that of its bits
+    in the larger type.
     """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
