@@ -31,7 +31,7 @@ INLINE uint32_t word_at(const void* p) {
 #include "simd_generic.h"
 #endif
 
-// What idot subtracts from each unsigned byte, so that sums need not: 128 if an instruction's factors are signed.
+// What idot itself subtracts from each unsigned byte: 128 if an instruction's factors are signed. Sums then start at 0.
 #ifdef __ARM_FEATURE_DOTPROD
 constexpr uint32_t kCentre = 128;
 #else
