@@ -1,4 +1,6 @@
-"""Only this module, engine_core_process.py and engine_builder import both the torch-free half and the worker."""
+"""The engine core. Only this module, engine_core_process.py and engine_builder import both the torch-free half of the
+engine and the worker.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """Raises ConfigError."""
+    """The scheduler and the executor in one loop. The constructor raises ConfigError if the configuration cannot be
+    served.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class EngineCore:
         steps_ahead: int | None = None,
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
-        """`tensors`: weights by checkpoint name, instead of files. `steps_ahead`: see StepRunner."""
+        """`tensors`: weights by checkpoint name, used instead of the checkpoint's files. `steps_ahead`: see StepRunner."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
@@ -65,7 +69,7 @@ class EngineCore:
         self._measure_memory = builder.build_memory_meter(self.info)
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """The policy fcfs ignores priorities."""
+        """Queue a request. The scheduling policy "fcfs" ignores its priority."""
         if self._config.scheduling_policy == "fcfs":
             engine_request = msgspec.structs.replace(engine_request, priority=0)
         self.scheduler.add_request(engine_request)
@@ -95,7 +99,7 @@ class EngineCore:
         return take_block_table_view(self.scheduler, request_id)
 
     def run_next_warmup(self) -> bool:
-        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
+        self._heartbeat.begin_step([])  # a hang in the warm-up is detected like a hang in a step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
         )
@@ -109,17 +113,19 @@ class EngineCore:
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Raises InvalidRequest if the model takes no calls."""
+        """Run a call encoded by `encode_call` on every rank. Raises InvalidRequest for encoders and pipeline stages,
+        which take no calls.
+        """
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
-        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
+        self._heartbeat.begin_step([])  # a hang in the call is detected like a hang in a step
         results = self._collective_rpc(content)
         self._heartbeat.end_step()
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Runs a separate forward pass. Raises EngineError if several processes compute the model, InvalidRequest for
-        bad ids.
+        """Compute log probabilities in a separate forward pass. Raises EngineError if several processes compute the
+        model, and InvalidRequest for invalid token ids.
         """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by a single process, and this model is divided among several")
@@ -132,15 +138,15 @@ class EngineCore:
         self.scheduler.kv_cache_manager.stop_publishing_events()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
-        """Raises ConfigError."""
+        """Check the weights that `config` names against the loaded model. Raises ConfigError if they do not fit."""
         if config.weights is not None:
-            # files of the current weights may be gone
+            # The files of the current weights may have been deleted, so only a new path is checked.
             model_files = resolve_model_with_overrides(config)
             check_weights(self._expected_weights, self._model, resolve_weights(config), model_files)
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step that gave the last `step` call its results; None if none did."""
+        """Record of the step whose results the last `step` call returned; None if that call returned no step's results."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
@@ -150,5 +156,5 @@ class EngineCore:
 
 
 def free_engine_memory() -> None:
-    gc.collect()  # engines have reference cycles
+    gc.collect()  # engines are in reference cycles, so only the collector frees them
     release_cached_memory()

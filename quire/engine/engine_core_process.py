@@ -35,13 +35,13 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Time for the parent, whose imports are slow, to read the error."""
+"""How long a failed process waits for its parent to read the error. The parent's imports are slow."""
 
 
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """The next engine's; None: sleep."""
+    """The next engine's configuration; None if the engine shall sleep."""
 
 
 class EngineLetGo(Exception):
@@ -78,7 +78,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Returns only if the engine cannot start. Otherwise the process ends with its parent."""
+    """Serve the engine until the process ends with its parent. Returns only if the engine cannot start."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -88,7 +88,7 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     try:
         engine, failure = EngineCore(config, heartbeat), None
         call_id = START
-        # a rebuilt engine keeps context and block count
+        # A rebuilt engine keeps the context length and the number of KV blocks.
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
             _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
@@ -107,7 +107,7 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     except QuireError as error:
         _send_message(socket, UtilityResult(START, error=Fault.of(error)))
         socket.close(linger=_ERROR_LINGER_MS)
-        context.term()  # waits for the error to be sent; process exit would not
+        context.term()  # waits until the error is sent; the end of the process would not wait
         return 1
 
 
@@ -121,7 +121,9 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all waiting messages. If the engine is idle, warm up or wait for a message."""
+    """Handle all waiting messages. If the engine is idle, warm up or wait for a message. Return the change that a
+    message asks for, if any.
+    """
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -135,7 +137,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
                 is_idle = False
                 for request_id in ids:
                     engine.abort_request(request_id)
-            case UtilityCall() as call:  # does not end idleness
+            case UtilityCall() as call:  # a utility call does not end the idle state
                 if (change := _run_call_or_get_change(engine, socket, call)) is not None:
                     return change
     return None
@@ -155,10 +157,12 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Return the id of the call to answer, and the new configuration and engine."""
+    """Wait, without an engine, for a call that builds one. Return that call's id, the new configuration and the new
+    engine.
+    """
     while True:
         call = decode_to_engine(socket.recv())
-        if not isinstance(call, UtilityCall):  # sent before the sleep
+        if not isinstance(call, UtilityCall):  # a message sent before the sleep began
             continue
         if call.method == EngineCoreMethods.reset_prefix_cache.__name__ and config.kv_offload_dir is not None:
             delete_kv_blocks(config.kv_offload_dir)
@@ -176,8 +180,8 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """If `config` fails, builds `previous` and returns the error. The old engine must have been released. Raises
-    ConfigError if neither can start.
+    """Build an engine with `config`. If that fails, build one with `previous` and also return the error. The caller
+    must have released the old engine. Raises ConfigError if neither can start.
     """
     try:
         return config, EngineCore(config, heartbeat), None

@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 
 def block_fault_signals() -> None:
-    """Let other processes' FAULT_SIGNALS wait for `start_fault_signal_reporter`.
+    """Make FAULT_SIGNALS that other processes send wait for `start_fault_signal_reporter`.
 
-    Call before other threads start, because they inherit the mask. A fault of this process still ends it.
+    Call this before other threads start, because they inherit the signal mask. A fault of this process itself still
+    ends the process.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
-    """Report a signal's sender to the parent, then let the signal end the process."""
+    """Start a thread that reports a fault signal's sender to the parent, and then lets the signal end the process."""
 
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
-        # si_code is above 0 if the kernel sent the signal; else a process did (man 2 sigaction).
+        # si_code is above 0 if the kernel sent the signal, and at most 0 if a process did (man 2 sigaction).
         if info.si_code <= 0 and info.si_pid != os.getpid():
             heartbeat.report_fault_signal(info.si_pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {info.si_signo})
@@ -46,7 +47,7 @@ def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
 
 
 def run_node(config: EngineConfig) -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints a page of warnings when machine 0 ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else PyTorch prints a page of warnings when machine 0 ends
     from quire.engine.worker_node import run_worker_node_until_signal
 
     return run_worker_node_until_signal(config)
@@ -64,7 +65,7 @@ def main() -> None:
     from quire.engine.common.config import EngineConfig
 
     config = EngineConfig.model_validate_json(line)
-    os.nice(config.niceness)  # this thread and later ones
+    os.nice(config.niceness)  # applies to this thread and to threads started later
 
     from quire.engine.engine_core_process import run_engine_core
 

@@ -4,7 +4,7 @@ import ctypes
 
 
 class _MallInfo2(ctypes.Structure):
-    """This is glibc's struct mallinfo2."""
+    """glibc's struct mallinfo2."""
 
     _fields_ = [
         *((f"unused{number}", ctypes.c_size_t) for number in range(4)),
@@ -16,7 +16,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """0 if the C library does not report it (musl, macOS)."""
+    """Bytes in use in the C heap; 0 if the C library does not report them (musl, macOS)."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0

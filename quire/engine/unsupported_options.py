@@ -1,4 +1,4 @@
-"""Suggestions for unknown settings: typos, and flags of vLLM and llama.cpp."""
+"""Suggestions for unknown settings, which may be typos or flags of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ForeignFlag:
     text: str
     is_harmless: bool
     value_kind: str
-    """"": no value. "=": one. "+": any number."""
+    """How many values the flag takes: "" for none, "=" for one, "+" for any number."""
     default_values: tuple[str, ...] = ()
 
     def redundancy_reason(self, value: str) -> str:
-        """Empty if this value would have an effect."""
+        """Why the flag is redundant with this value; "" if the value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or ""."""
+    """Return `did you mean …?` with the nearest known name, or "" if none is near."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -50,13 +50,13 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Empty if the value is not redundant. `name`: without dashes."""
+    """Why this value of a vLLM option is what Quire does anyway; "" if it is not. `name` has no leading dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """A server setting that vLLM's `LLM` takes too."""
+    """True for a server setting that vLLM's `LLM` takes too, although Quire's `LLM` does not."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
@@ -66,7 +66,9 @@ def flag_aliases() -> Mapping[str, str]:
 
 
 def find_foreign_flag(name: str) -> ForeignFlag | None:
-    """`no-X` is harmless if X is foreign, unless the table says otherwise."""
+    """Find a flag of another program. `no-X` counts as harmless if X is a known foreign flag without values, unless the
+    table lists `no-X` itself.
+    """
     table = foreign_flags()
     if name in table:
         return table[name]
@@ -77,8 +79,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """For options of vLLM's `LLM`. "" if Quire has the option, does not know it, or would have to act. None requests
-    nothing; False means `--no-…`.
+    """Why an option of vLLM's `LLM` has no effect in Quire. Returns "" if Quire has the option, does not know it, or
+    would have to do something for it. The value None requests nothing, so it is always redundant; False means `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -115,13 +117,13 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """Empty without a suggestion. `known`: with dashes."""
+    """A hint what to use instead of an unknown flag; "" if there is none. The names in `known` have leading dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """Spelled as in Python, TOML and environment variables: `max_model_len`."""
+    """Like `suggest_flag`, but with names spelled as in Python, TOML and environment variables: `max_model_len`."""
     flag = name.replace("_", "-")
     foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""

@@ -1,7 +1,7 @@
 """`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0 at its store and ends with its engine. Then a new process joins the next
-engine.
+Each rank is a process that joins machine 0 at machine 0's store, and ends with the engine that it computes for. Then a
+new process joins the next engine.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _STOP_SECONDS = 5.0
-"""Time for a process to end by itself after machine 0 is gone."""
+"""Time that a rank's process gets to end by itself after machine 0 is gone."""
 _LOST_SECONDS = 30.0
-"""Machine 0 counts as gone after this long without an answer of its store."""
+"""Machine 0 counts as gone when its store has not answered for this long."""
 _OUT_OF_MEMORY_CODE = 137
-"""A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Otherwise machine
-0 would blame another process.
+"""A shell's exit code for SIGKILL. It is reported if the kernel may have killed the process for lack of memory. Without
+it, machine 0 would assume that another process killed the rank.
 """
 
 
 def run_worker_node_until_signal(config: EngineConfig) -> int:
-    """Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this machine cannot join."""
+    """Run this machine's ranks. Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this
+    machine cannot join.
+    """
     node = WorkerNode(config)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -78,7 +80,7 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
-    """Setting `stop_event` ends the ranks."""
+    """The ranks of this machine. Setting `stop_event` ends them."""
 
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
         self._config = config
@@ -88,7 +90,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Run until stopped, or until a rank cannot join."""
+        """Start the rank's process again whenever it ends, until `stop_event` is set or a rank cannot join."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -102,7 +104,7 @@ class WorkerNode:
 
     def _run_rank(self, local_rank: int) -> None:
         kills_before = oom_kills()
-        # the process is killed: remove its adapter files here
+        # The rank's process may be killed, so this process deletes its adapter files.
         with tempfile.TemporaryDirectory(prefix="quire-adapters-") as copies:
             child = Child([*FOLLOWER_PROGRAM, "--joined"])
             process = child.process
@@ -118,11 +120,11 @@ class WorkerNode:
             except ConnectionError:
                 pass
             finally:
-                end_processes([child], 0.0)  # holds nothing that must be saved
+                end_processes([child], 0.0)  # the process has no state that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good, or does not answer
-        the first join in time.
+        """Ask machine 0 for the rank's assignment until it answers. Returns None if stopped or if the process ended.
+        Raises ConfigError if machine 0 refuses for good, or does not answer the first join in time.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
@@ -151,12 +153,12 @@ class WorkerNode:
         return None
 
     def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
-        """Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, ConfigError if it refuses for
-        good.
+        """Ask machine 0 once. Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, and
+        ConfigError if it refuses for good.
         """
         config = self._config
         address = config.master_addr, config.master_port
-        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait for machine 0
+        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait longer
             local, peer = connection.getsockname(), connection.getpeername()
             if local == peer:  # a socket can connect to itself on an ephemeral port
                 raise ConnectionRefusedError("nobody listens there")
@@ -178,14 +180,16 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
-        """Also returns when the node stops or machine 0 is gone."""
+        """Return when the rank's process has ended, the node stops, or machine 0 is gone. Kill a process that stays
+        stopped (SIGSTOP).
+        """
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
                 return
             if stopped.advance(process.pid, timer.measure_elapsed()) > self._config.engine_heartbeat_timeout:
-                process.kill()  # machine 0 would wait as long as a step may take
+                process.kill()  # otherwise machine 0 would wait for the longest time that a step may take
             if heartbeat.is_engine_gone:
                 return
 
@@ -195,10 +199,10 @@ class WorkerNode:
 
 
 class NodeHeartbeat:
-    """Tells machine 0 that this machine is alive, and at the end how the rank ended."""
+    """A thread that tells machine 0 that this machine is alive, and finally how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: after this time machine 0 takes this machine for gone. Raises ConnectionError."""
+        """`silence`: after this time without a message, machine 0 considers this machine gone. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False
@@ -210,7 +214,7 @@ class NodeHeartbeat:
 
     @property
     def is_engine_gone(self) -> bool:
-        """Machine 0 is gone, and the rank had time to end."""
+        """True if machine 0 is gone and the rank has had time to end by itself."""
         silent = clock.monotonic() - self._last_success
         return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
 

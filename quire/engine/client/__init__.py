@@ -1,1 +1,1 @@
-"""EngineClient holds the open requests; an EngineCoreClient reaches the engine core."""
+"""Clients of the engine. An EngineClient has a process's open requests; an EngineCoreClient reaches the engine core."""

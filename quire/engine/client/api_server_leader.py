@@ -1,5 +1,5 @@
-"""Shares one engine among several API processes. The leader owns the engine's client; the others have a SharedClient.
-The leader knows whose each open request is, but keeps no text.
+"""Shares one engine among several API processes. The leader owns the client that reaches the engine; the other
+processes reach it with a SharedClient. The leader knows which process each open request belongs to, but stores no text.
 """
 
 from __future__ import annotations
@@ -53,16 +53,20 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 10.0
 _REMEMBER_SECONDS = 5.0
-"""How often API processes are asked for the counts that their end would lose."""
+"""Interval at which API processes are asked for their LASTING counts, so that little is lost when one ends."""
 
 
 class ApiServerLeader:
-    """Call all methods from the client's event loop."""
+    """The process that owns the engine's client, for the other API processes. Call all methods from the client's event
+    loop.
+    """
 
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """`tell_seconds`: longest time between states, which are also heartbeats."""
+        """`tell_seconds`: longest time between two messages with the engine's state. They are also the leader's
+        heartbeats.
+        """
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
         client.recorder = self
@@ -75,11 +79,11 @@ class ApiServerLeader:
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """Last answer to LASTING, keyed by the API process's number."""
+        """The last answer to the topic LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
-        """Set, then replaced, when an API process has started or failed to."""
+        """Set, and then replaced by a new event, when an API process has started or has failed to start."""
 
     def listen(self) -> None:
         """Begin to receive. Raises EngineError if the socket cannot be created."""
@@ -166,7 +170,7 @@ class ApiServerLeader:
     # RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """The API process records it."""
+        """Do nothing, because the API process records its own requests."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -185,12 +189,12 @@ class ApiServerLeader:
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        if not for_good:  # else the readers fail, which tells the API processes
+        if not for_good:  # otherwise the readers fail, and that tells the API processes
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """The API process records it."""
+        """Do nothing, because the API process records its own requests."""
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()
@@ -216,7 +220,7 @@ class ApiServerLeader:
         except QuireError as error:
             fault = error
         self._tell_state()
-        # Messages keep their order, so a process that answers knows of the change.
+        # Messages arrive in order, so a process that answers has received the new state.
         await self._answers("", b"", self._others())
         if fault is not None:
             raise fault

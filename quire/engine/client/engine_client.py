@@ -1,5 +1,5 @@
-"""Holds a process's open requests, their outputs so far, and their readers. When an engine core ends, the next one gets
-the open requests with their tokens. A token depends only on its own request, so streams continue unchanged.
+"""Holds a process's open requests, their outputs so far, and their readers. When an engine core ends, the next engine
+core gets the open requests with their tokens. A token depends only on its own request, so streams continue unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ log = logging.getLogger("quire.client")
 
 
 PersistTokens = Callable[[Sequence[int]], None]
-"""Stores tokens before readers get them. A token has three numbers: the request's in the log, the token's index in
-the answer, and its id.
+"""Stores tokens before readers get them. The flat list has three numbers for each token: its request's number in the
+log, the token's index in the answer, and the token id.
 """
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call submits requests one after another, so it may have no open request."""
+    """One API call. It may have no open request for a while, because it can submit its requests one after another."""
 
     id: str
     tenant: str
@@ -46,40 +46,40 @@ class _Entry:
     reader: Reader
     emitted: list[int]
     number: int = 0
-    """Number of the durable call; 0: not durable."""
+    """Number of the durable call; 0 if the call is not durable."""
     cached_tokens: int | None = None
     """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
-    finds another.
+    finds another number of cached tokens.
     """
 
 
 class EngineClient:
-    """Call all methods from the same event loop."""
+    """The open requests of a process, and the readers of their outputs. Call all methods from the same event loop."""
 
     def __init__(self, engine_core: EngineCoreClient) -> None:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Answers given up because their tokens were not read."""
+        """Number of answers that were aborted because their readers did not read them in time."""
         self.refusing = False
         self.failure: QuireError | None = None
-        """Raised for new requests; None while they can be submitted."""
+        """The error that new requests raise; None while requests can be submitted."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()
-        """None if another process keeps them."""
+        """None if another process records the sessions' last turns."""
         self._misses = None if engine_core.explains_prefixes else PrefixMissTracker(len(engine_core.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """Other API processes' open requests, by tenant."""
+        """Number of open requests in other API processes, by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
-        """Called at the end of the event loop's turn."""
+        """Callbacks that run at the end of this iteration of the event loop."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """Requests kept from the engine between `hold` and `release`."""
+        """Requests not yet sent to the engine, between `hold` and `release`; None if requests are sent at once."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._persist_tokens: PersistTokens = _nowhere
         self._rows: list[int] = []
@@ -116,7 +116,7 @@ class EngineClient:
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """`queued` True counts requests without output, False those with output."""
+        """Adapters of the open requests that have no output yet (`queued` True) or that have output (False)."""
         return [
             each.request.adapter
             for each in self._open.values()
@@ -129,8 +129,8 @@ class EngineClient:
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
         """Submits requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
-        once. `emitted`: each request's emitted_ids; new tokens are appended. Raises EngineError if the engine has ended
-        for good.
+        once. `emitted`: the list of tokens that each request has emitted so far; new tokens are appended to it. Raises
+        EngineError if the engine has ended for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -159,7 +159,9 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, persist_tokens: PersistTokens) -> None:
-        """Logs an open request's tokens, except its last output's. All requests share one log."""
+        """Logs the tokens of an open request, except those of its last output, through `persist_tokens`. All requests
+        share one log.
+        """
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._persist_tokens = number, persist_tokens
 
@@ -169,7 +171,7 @@ class EngineClient:
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """`cancel` finds this call until `end_call`, even while it has no open request."""
+        """Registers a call, so that `cancel` finds it until `end_call` even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -189,17 +191,17 @@ class EngineClient:
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """Concurrent callers share one snapshot. See EngineCoreClient.snapshot."""
+        """Takes a snapshot (see EngineCoreClient.snapshot). Concurrent callers share one."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
 
-    # For others
+    # For callers other than readers
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """Ends a request, or all requests of a call, for someone other than the reader, who gets finish_reason "abort".
-        `tenant` None: anyone's. Returns how many requests ended, or the number of matching calls without an open
-        request.
+        """Ends a request, or all requests of a call, on behalf of someone other than the reader. The reader gets
+        finish_reason "abort". If `tenant` is None, requests of any tenant match. Returns how many requests ended or, if
+        none was open, the number of matching calls.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -216,12 +218,12 @@ class EngineClient:
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Readers get pending outputs, then `error`."""
+        """Ends all requests. Readers get the pending outputs, then `error`."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Does what `end_all` does, before the engine stops. Later requests raise `error`."""
+        """Ends all requests like `end_all`, before the engine stops. Later requests raise `error`."""
         self.end_all(error)
         self.failure = self.failure or error
 
@@ -297,7 +299,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """One loop callback for all streams costs less than one for each."""
+        """Runs the callbacks of all streams. One event-loop callback for all streams costs less than one for each."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
@@ -306,22 +308,22 @@ class EngineClient:
                 log.exception("a stream failed")  # go on with the other streams
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
-        """`ids`: the requests that the engine had; None: all."""
+        """Records that an engine has ended. `ids`: the requests that the engine had; None means all open requests."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
         self.recorder.record_engine_death(engine, ids)
 
     def handle_engine_change(self, engine: int = 0) -> None:
-        """Nothing to do: a single engine's client holds the requests that the engine cannot take yet."""
+        """Does nothing: a single engine's client itself queues requests that the engine cannot accept yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """The request's reader gets pending outputs, then `error`."""
+        """Ends the call of this request. The reader gets the pending outputs, then `error`."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """The engine is gone for good. Only the first call counts."""
+        """Ends all requests with `error`, because the engine is gone for good. Only the first call has an effect."""
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)
@@ -332,7 +334,9 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """`open_by_tenant` counts all API processes, and lags by messages in flight."""
+        """Updates the numbers of other API processes. `open_by_tenant` counts the open requests of all API processes,
+        without messages still in flight.
+        """
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 
@@ -366,9 +370,9 @@ class EngineClient:
         tenant = entry.reader.tenant
         self._open_by_tenant[tenant] -= 1
         if not self._open_by_tenant[tenant]:
-            del self._open_by_tenant[tenant]  # gateways may send ever new tenant names
+            del self._open_by_tenant[tenant]  # gateways may send new tenant names without end
         return True
 
 
 def _nowhere(rows: Sequence[int]) -> None:
-    """Discard rows while no request is durable."""
+    """Discards the rows while no request is durable."""

@@ -1,5 +1,5 @@
-"""The interface to an engine core: in this process (engine/offline/in_process_client.py), in one or several others, or
-behind the leader.
+"""The interface to an engine core. The engine core may run in this process (engine/offline/in_process_client.py), in
+one or several other processes, or behind the leader.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owner of the requests that a client passes on. `engine`: see EngineCoreClient.number."""
+    """Owner of the requests that a client passes on to an engine. `engine` in all methods: see EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens it already has."""
 
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
-        """Take the engine's outputs. step: the step that made them."""
+        """Take the engine's outputs. `step` is the step that computed them."""
 
     def handle_engine_loss(self, engine: int = 0) -> None:
-        """The engine is gone or rebuilt; the next one computes the open requests."""
+        """Note that the engine is gone or rebuilt. The next engine computes the open requests."""
 
     def handle_engine_change(self, engine: int = 0) -> None:
-        """The engine can take requests, or its process has ended."""
+        """Note that the engine can accept requests, or that its process has ended."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
         """End the call of a request that cannot be answered."""
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """The engine is gone for good."""
+        """Note that the engine is gone for good."""
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
@@ -47,46 +47,46 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreClient(ABC):
-    """Call all methods from the same event loop."""
+    """How an engine client reaches an engine core. Call all methods from the same event loop."""
 
     owner: RequestOwner
     number = 0
     explains_prefixes = False
-    """True if outputs have a PrefixMissReport."""
+    """True if the engine's outputs already have a PrefixMissReport."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
         self.replays = 0
-        """Each replay of a request counts."""
+        """Number of replays. A request that is replayed twice counts twice."""
         self.quarantined = 0
-        """Requests refused because they ended every engine that computed them."""
+        """Number of requests refused because they ended every engine that computed them."""
         self.weights_version = "1"
         self.weights_paths: dict[str, str | None] = {}
-        """Source of each version but the first; None: tensors."""
+        """The path of each weights version except the first; None if the version was loaded from tensors."""
         self.asleep = False
-        """Weights and KV cache are released, and requests wait."""
+        """True while the weights and the KV cache are released. Requests wait meanwhile."""
         self.failure: EngineError | None = None
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
 
-    def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
-        """Begin to start the engine. Raises EngineError if the system can start no process."""
+    def launch(self) -> None:  # noqa: B027 - some clients have no process to start
+        """Begin to start the engine. Raises EngineError if the system cannot start a process."""
 
     def die(self, message: str) -> None:
-        """Only the first call counts."""
+        """Fail for good: the owner and the failure callbacks get an EngineGone. Only the first call has an effect."""
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
             for callback in self.failure_callbacks:
                 try:
                     callback(self.failure)
-                except Exception:  # raised by the embedding program
+                except Exception:  # raised by the program that embeds the engine
                     log.exception("a failure callback failed")
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Wait until the engine is ready. Raises ConfigError if it refuses its configuration, EngineError if it ends
-        meanwhile.
+        """Wait until the engine is ready. Raises ConfigError if the engine refuses its configuration, and EngineError
+        if it ends before it is ready.
         """
 
     @abstractmethod
@@ -99,49 +99,53 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """The engine may not have the request."""
+        """Abort a request, which the engine may not have."""
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
-        """Requests and KV blocks after the current step; None if the engine ends first. It must be responsive."""
+        """Return the requests and KV blocks after the current step; None if the engine ends first. Call it only while
+        the engine is responsive.
+        """
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """None if the engine does not have the request. Otherwise like `snapshot`."""
+        """Return a request's block table; None if the engine does not have the request or ends first. Call it only
+        while the engine is responsive.
+        """
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
-        """Run `content`, a call encoded by engine/common/executor.py, on every rank of every engine. None if an engine
-        sleeps or ends first. Raises InvalidRequest if calls are not supported.
+        """Run `content`, a call encoded by engine/common/executor.py, on every rank of every engine. Return None if an
+        engine sleeps or ends first. Raises InvalidRequest if calls are not supported.
         """
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Requests submitted from now on find no earlier prefix."""
+        """Empty the prefix cache. Requests submitted from now on find no earlier prefix."""
 
     @property
     @abstractmethod
     def responsive(self) -> bool:
-        """True if the engine would answer now; False while an ended process is replaced."""
+        """True if the engine would answer now; False while a process that ended is replaced."""
 
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """Like `responsive`, but also True while the engine sleeps or changes its weights on request."""
+        """True if `responsive`, and also while the engine sleeps or changes its weights on request."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first engine; None without processes."""
+        """Process id of the first engine; None if there are no processes."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Indexed by number."""
+        """The engines' states, indexed by the engine's number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
 class ExclusiveClient(EngineCoreClient):
-    """Its engine has no other client. Weights uses it to change the weights."""
+    """A client whose engine has no other client, so Weights may change the engine's weights through it."""
 
     @abstractmethod
     async def rest(self, level: int) -> None:
@@ -149,10 +153,10 @@ class ExclusiveClient(EngineCoreClient):
 
     @abstractmethod
     async def check(self, weights: str) -> None:
-        """Raise ConfigError if the file headers show that `load` would refuse the weights at this path. Does nothing
+        """Raise ConfigError if the headers of the files at this path show that `load` would refuse them. Does nothing
         while the engine sleeps.
         """
 
     @abstractmethod
     async def load(self, weights: str | None, version: str) -> None:
-        """Rebuild the engine with the weights at this path; None: the same weights."""
+        """Rebuild the engine with the weights at this path, or with the same weights if `weights` is None."""

@@ -1,4 +1,4 @@
-"""One engine process: its messages, and a watchdog."""
+"""One engine process: its messages, and a watchdog that kills it if it hangs."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ STDERR_LINES = 20
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
-"""These may keep an engine's threads from running."""
+"""Calls during which the engine's threads may be unable to run."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
 """Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
-"""After this time without heartbeat or progress, RunnableClock inspects the engine's threads."""
+"""After this time without a heartbeat or without progress, RunnableClock inspects the engine's threads."""
 
 
 class KilledDuringStart(EngineError):
-    """Killed from outside."""
+    """The process was killed from outside while it started."""
 
 
 class EngineProcess:
-    """Starts the process; call `connect()` before sending or receiving. Standard error is copied to ours, and its last
-    lines are kept. `on_begun` gets ids of requests that the engine computes for the first time. Raises OSError if no
-    process can be started, EngineError if there is no place for its socket.
+    """An engine process, started by the constructor. Call `connect()` before sending or receiving. The process's
+    standard error is copied to ours, and its last lines are stored. `on_begun` gets the ids of requests that the engine
+    computes for the first time. The constructor raises OSError if no process can be started, and EngineError if its
+    socket's folder cannot be created.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -66,12 +67,12 @@ class EngineProcess:
         self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        """False while the process builds an engine, which may keep its threads from running."""
+        """False while the process builds an engine, because its threads may be unable to run then."""
         self._rebuild: int | None = START
-        """The last call that rebuilds the engine."""
+        """Id of the last call in _REBUILDS; START before the first."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
-        """Set if this process killed the engine."""
+        """Why this process killed the engine; None if it did not."""
         self._fault_signal_sender: int | None = None
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
@@ -99,9 +100,9 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """Values of `_clock` at the last heartbeat, and at the last with progress."""
+        """Values of `_clock` at the last heartbeat, and at the last heartbeat that showed progress."""
         self._stuck_ms = 0
-        """Milliseconds without progress in the current step, at the last heartbeat."""
+        """Milliseconds without progress in the current step, as the last heartbeat reported."""
 
     @property
     def pid(self) -> int:
@@ -138,13 +139,14 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """`exited` is its `wait_for_exit`. If the process ends first, raises EngineError with its last lines, or
-        KilledDuringStart if it was killed from outside.
+        """Returns the process's first message. `exited` is the task that runs `wait_for_exit`. If the process ends
+        first, raises EngineError with the last lines of its standard error, or KilledDuringStart if it was killed from
+        outside.
         """
         received = asyncio.ensure_future(self.receive())
         try:
             await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
-            if not received.done():  # its last message may be in flight
+            if not received.done():  # the process's last message may be in flight
                 await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
         finally:
             if not received.done():
@@ -158,7 +160,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Kills the process if its heartbeats stop or a step makes no progress."""
+        """Waits for the process's exit, and kills it if its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -167,7 +169,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # This process may have been stopped: read waiting heartbeats first.
+                    # This process itself may have been stopped, so read the heartbeats that wait before judging.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:
@@ -179,22 +181,22 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Only asks the process to end; `wait_for_exit` reports the end."""
+        """Asks the process to end and returns at once; `wait_for_exit` reports the exit."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Kills the process after `seconds`. `exited`: its `wait_for_exit`."""
+        """Waits for the exit, and kills the process after `seconds`. `exited` is the task that runs `wait_for_exit`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """Kills the process, which has nothing to save."""
-        # During its imports the process may take seconds to notice.
+        """Ends the process, which has nothing to save, and closes this object."""
+        # A process that is still importing may take seconds to notice a request to end, so it is killed at once.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
-        """The process must have ended. Also deletes the socket's folder."""
+        """Closes the socket and deletes its folder. The process must have ended."""
         if self._wire is not None:
             self._wire.close()
         os.close(self._heartbeats)
@@ -226,14 +228,14 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Time counts only while the engine could run and this process could notice."""
+        """Kills the process if it hangs. Time counts only while the engine could run and this process could notice it."""
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
         silent = self._clock.seconds - self._heartbeat_clock
         stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
             self._hang = ExitCause(f"was stopped and sent no heartbeat for {silent:.0f} s", external=True)
-        # A starting engine gets the longer limit: imports and loading can block its heartbeat thread.
+        # A starting engine gets the longer limit, because imports and loading can block its heartbeat thread.
         elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
             self._hang = ExitCause(f"sent no heartbeat for {silent:.0f} s", external=False)
         elif stuck > self._config.engine_step_timeout:
@@ -246,7 +248,7 @@ class EngineProcess:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
                 self._stderr_lines.append(text)
-                # Read on even if our standard error is closed: a full pipe would block the engine.
+                # Go on reading even if our standard error is closed, because a full pipe would block the engine.
                 with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
 
@@ -255,18 +257,18 @@ class EngineProcess:
 class Launcher:
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None], Mapping[str, str]], EngineProcess] = EngineProcess
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
-    """Seconds to wait before a start, by number of failures before it."""
+    """Seconds to wait before a start, indexed by the number of failures before it."""
 
 
 def engine_json(config: EngineConfig) -> str:
-    """Leaves out the server's settings."""
+    """The configuration as JSON, without the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Processes started in this block inherit a mask of FAULT_SIGNALS. Another process's signal then waits until the
-    engine can report its sender.
+    """Blocks FAULT_SIGNALS, so that processes started in this context inherit the mask. A signal from another process
+    then waits until the engine can report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -276,18 +278,21 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Adds settings that libraries read when loaded; the user's values win."""
-    # With these, malloc keeps the memory of a step's large tensors, which saves 1 % of a prompt's time.
+    """Our defaults for variables that libraries read when they are loaded, and the user's variables, which have
+    precedence.
+    """
+    # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
+    # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
-    # Otherwise PyTorch's idle OpenMP threads spin for milliseconds on the cores that our kernels need. Without our
-    # kernels, PyTorch's threads do all the work, and passive ones are a third to a half slower.
+    # PyTorch's idle OpenMP threads would otherwise spin for milliseconds on the cores that our kernels need. Without
+    # our kernels, PyTorch's threads do all the work, and passive threads are a third to a half slower.
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Without a process, deletes the KV blocks on disk."""
+    """Empties the prefix cache. If there is no process, deletes the KV blocks on disk."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

@@ -17,7 +17,7 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of counts that outlive their API process."""
+"""Topic under which API processes report counts that outlive them."""
 LEADER = ""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
@@ -32,28 +32,28 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Outputs of a step, or of adds and aborts."""
+    """Outputs of a step, or of adding and aborting requests."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None if the step is not recorded."""
+    """None if the message is not from a step, or the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
-    """One API process's part of a Stepped."""
+    """The part of a Stepped that concerns one API process."""
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """All API processes get it, also without a request in the step."""
+    """Sent to all API processes, even to those without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
-    """Only one API process counts the step in its metrics."""
+    """True for only one API process, which counts the step in its metrics."""
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The steps of one turn of the leader's event loop, in order."""
+    """The steps that the leader received in one iteration of its event loop, in order."""
 
     steps: list[SharedStep]
     stats: list[EngineStats]
@@ -87,35 +87,37 @@ class EngineCoreMethods(ABC):
 
     @abstractmethod
     def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """None for an unknown id."""
+        """Return a request's block table; None if the id is unknown."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Later requests find no earlier prefix."""
+        """Empty the prefix cache, so that later requests find no earlier prefix."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank: see engine/common/executor.py. Raises InvalidRequest if calls are not supported."""
+        """Run a call on every rank (see engine/common/executor.py). Raises InvalidRequest if calls are not supported."""
 
     @abstractmethod
     def check_weights(self, config: str) -> None:
-        """Raise a QuireError if `load_weights` would not find weights of the model's shape."""
+        """Raise a QuireError if `load_weights` would not find weights of the model's shapes."""
 
     @abstractmethod
     def load_weights(self, config: str) -> EngineStarted:
-        """Release weights, KV cache and requests, and rebuild the engine. After a QuireError nothing has changed."""
+        """Release the weights, the KV cache and the requests, and rebuild the engine. If a QuireError is raised,
+        nothing has changed.
+        """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Release weights, KV cache and requests."""
+        """Release the weights, the KV cache and the requests."""
 
 
 class LeaderMethods(WeightChanges):
-    """Called by API processes."""
+    """Methods of the leader that API processes call."""
 
     @abstractmethod
     def join(self) -> None:
-        """The API process is welcomed once the engine is ready."""
+        """Register the API process. It is welcomed once the engine is ready."""
 
     @abstractmethod
     def announce(self, announcement: str) -> None:
@@ -123,30 +125,36 @@ class LeaderMethods(WeightChanges):
 
     @abstractmethod
     def report_failed_start(self, fault: Fault) -> None:
-        """The API process cannot start, and ends."""
+        """Report that the API process cannot start and ends."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
     async def take_snapshot(self) -> EngineView | None:
-        """None if no engine answers."""
+        """Return the engines' requests and KV blocks; None if no engine answers."""
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """None if no responsive engine has the request."""
+        """Return a request's block table; None if no responsive engine has the request."""
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """Return the answers of other API processes. `to`: the identity of one, or LEADER; None: all others."""
+        """Return the answers of other API processes. `to` is the identity of one process, or LEADER; None asks all
+        others.
+        """
 
 
 class ApiProcessMethods(ABC):
-    """Called by the leader. Calls keep their order relative to steps."""
+    """Methods of an API process that the leader calls. Calls and steps arrive in the order in which the leader sent
+    them.
+    """
 
     @abstractmethod
     def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
-        """The engine is ready. `inherited`: the last LASTING answer of the API process that this one replaces."""
+        """Report that the engine is ready. `inherited`: the last LASTING answer of the API process that this one
+        replaces.
+        """
 
     @abstractmethod
     def update_state(self, state: SharedEngineState) -> None:
@@ -154,15 +162,15 @@ class ApiProcessMethods(ABC):
 
     @abstractmethod
     def lose_engine(self, replica: int, ids: list[str] | None) -> None:
-        """These requests wait for another engine. None: all open requests."""
+        """Let these requests wait for another engine. If `ids` is None, all open requests wait."""
 
     @abstractmethod
     def fail_requests(self, ids: list[str], fault: Fault) -> None:
-        """The requests of a call have ended with `fault`."""
+        """End the requests of a call with `fault`."""
 
     @abstractmethod
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """For another API process or the leader."""
+        """Answer a question of another API process or of the leader."""
 
 
 ToEngine = Submit | Abort | UtilityCall
@@ -178,7 +186,7 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """Sends an image only once, even if several requests share it."""
+    """Separate the images from the requests, so that an image is sent only once even if several requests share it."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())

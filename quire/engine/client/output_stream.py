@@ -15,10 +15,10 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Unread tokens that a stream keeps, about 20 MB. Each reported alternative counts as a token."""
+"""Maximum number of unread tokens in a stream, about 20 MB. Each reported alternative counts as a token."""
 
 Versions = list[tuple[str, int]]
-"""(version, number of tokens) in order."""
+"""Weights versions in order, each with the number of tokens that it computed."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -30,18 +30,18 @@ def add_tokens(versions: Versions, version: str, count: int) -> None:
 
 
 class OutputSink(Protocol):
-    """It takes outputs in place of a waiting reader, and so saves waking it."""
+    """A receiver of outputs in place of a waiting reader, which saves the cost of waking the reader."""
 
     def can_take_outputs(self) -> bool:
-        """False if the reader must get the next outputs."""
+        """False if the next outputs must go to the reader."""
 
     def take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        """Errors raised here go to the reader."""
+        """Process the outputs. Errors raised here go to the reader."""
 
 
 class OutputSource(ABC):
-    """Outputs of a group of requests, in order of arrival; at most one per request and iteration. Ends when all
-    requests have ended, or raises their error. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival. An iteration returns at most one output for each request.
+    The iteration ends when all requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property
@@ -50,13 +50,13 @@ class OutputSource(ABC):
 
     @property
     def needs_engine(self) -> bool:
-        """False if an earlier attempt computed all outputs."""
+        """False if an earlier attempt computed all outputs already."""
         return True
 
     @property
     @abstractmethod
     def sink(self) -> OutputSink | None:
-        """Receives outputs that arrive while the reader waits, except the output that ends the last request."""
+        """Receives the outputs that arrive while the reader waits, except the output that ends the last request."""
 
     @sink.setter
     @abstractmethod
@@ -65,11 +65,11 @@ class OutputSource(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Version that computed the last token or vector, unread ones included."""
+        """Version of the weights that computed the last token or vector, even if the reader has not read it yet."""
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
-        """Start recording. Returns the growing record, by request id."""
+        """Start to record versions. Returns the record, by request id; it grows with every token."""
 
     def __aiter__(self) -> OutputSource:
         return self
@@ -79,11 +79,11 @@ class OutputSource(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request now; it gives no more outputs. `reason` goes into its history."""
+        """End one request now, so that it has no more outputs. `reason` goes into the request's history."""
 
     @abstractmethod
     def give_up(self, error: QuireError) -> bool:
-        """Abort all running requests; the reader gets `error` after the pending outputs.
+        """Abort all running requests. The reader gets the pending outputs, then `error`.
 
         Returns False and does nothing if all requests have ended.
         """
@@ -112,7 +112,7 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """This wrapper becomes the inner source's sink, and passes outputs on with `take_outputs`."""
+        """Set the sink. This wrapper becomes the inner source's sink, and passes outputs on with `take_outputs`."""
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 
@@ -150,24 +150,24 @@ class Reader(Protocol):
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output computed by weights `version`. May return a function to call at the end of this turn of the
-        event loop. Raises SlowReader to give up the call.
+        """Take an output that weights `version` computed. May return a function, which the caller calls at the end of
+        this iteration of the event loop. Raises SlowReader if the call shall be given up.
         """
 
     def fail(self, error: QuireError) -> None:
-        """All requests of the call have ended, with this error."""
+        """Note that all requests of the call have ended with this error."""
 
 
 class OutputStream(OutputSource):
-    """Outputs of a call's n choices. Each iteration merges everything since the last one, so a slow reader gets fewer
-    and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG
-    tokens wait.
+    """Outputs of a call's n choices. Each iteration merges all outputs since the last iteration, so a slow reader gets
+    fewer and larger outputs. Raises EngineError when the engine has ended for good, and SlowReader when more than
+    MAX_BACKLOG tokens are unread.
     """
 
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """`abort` takes an unread request's id and a reason."""
+        """`abort` is called with a reason for each request that is aborted before its end."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -178,17 +178,17 @@ class OutputStream(OutputSource):
         self._backlog = 0
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """The next output resolves it. Cheaper than asyncio.Event."""
+        """The next output resolves this future. A future is cheaper than asyncio.Event."""
         self._due = False
-        """`_hand_on` will run when the event loop's turn ends."""
+        """True if `_hand_on` will run at the end of this iteration of the event loop."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Called with a request's last output before the reader gets it, and with True if the reader will find tokens
-        with it.
+        """Called with a request's last output before the reader gets it. The second argument is True if the reader will
+        get tokens together with that output.
         """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
-        """None: not recorded."""
+        """None if versions are not recorded."""
 
     @property
     def sink(self) -> OutputSink | None:
@@ -223,7 +223,9 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """A sink gets its outputs when the event loop's turn ends, so those of several steps come together."""
+        """Take an output. A sink gets outputs only at the end of the event loop's iteration, so it gets those of
+        several steps together.
+        """
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
@@ -253,7 +255,7 @@ class OutputStream(OutputSource):
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
-        """The reader gets pending outputs before the error."""
+        """End the stream with `error`, which the reader gets after the pending outputs."""
         self._open.clear()
         self._error = error
         self._wake()
@@ -280,7 +282,7 @@ class OutputStream(OutputSource):
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Wakes the reader if the sink cannot take the outputs."""
+        """Give the outputs to the sink, or wake the reader if the sink cannot take them."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return

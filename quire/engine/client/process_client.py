@@ -1,5 +1,5 @@
-"""Runs the engine in its own process, and replaces it when it ends. Open requests are submitted again with their
-tokens, so streams continue.
+"""Runs the engine in its own process, and replaces the process when it ends. Open requests are submitted again with
+their tokens, so streams continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _END_SECONDS = 60.0
 
 
 class ProcessClient(ExclusiveClient):
-    """`start()` also supervises the process."""
+    """A client of one engine process, which `start()` also begins to supervise."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Empty `cores` means any. `environment` is added to this process's."""
+        """If `cores` is empty, the engine may run on any core. `environment` is added to this process's environment."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -58,19 +58,19 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats: EngineStats | None = None
-        """Counters of ended engines; None before the first has ended."""
+        """Sum of the counters of engines that have ended; None until an engine has ended."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
-        """Processes in a row that failed to start, or crashed without a request."""
+        """Number of successive processes that failed to start or crashed without a request."""
         self._fitted: dict[str, int] = {}
-        """Settings that the first engine fitted to memory."""
+        """Settings that the first engine derived from the free memory."""
         self._content = ""
         self._change: Change | None = None
         self._wakes = asyncio.Event()
-        """Set if a change needs a process while the client sleeps without one."""
+        """Set if a change needs a process while the engine sleeps and its process has ended."""
         self._ending = False
-        """The process was asked to end because the engine sleeps."""
+        """True if the process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
@@ -79,7 +79,7 @@ class ProcessClient(ExclusiveClient):
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
         if self._cores:
-            with suppress(OSError):  # the process has ended, or its cores were changed
+            with suppress(OSError):  # the process has ended, or something else has changed its cores
                 os.sched_setaffinity(self._process.pid, self._cores)
 
     @property
@@ -99,7 +99,7 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """The engine sleeps, or is about to sleep or to change its weights."""
+        """True while the engine sleeps, and while it is about to sleep or to change its weights."""
         return self.asleep or self._change is not None
 
     @property
@@ -137,7 +137,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Waits for a change in the engine. Raises the change's error."""
+        """Asks the engine for a change and waits for it. Raises the error with which the change fails."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -161,7 +161,7 @@ class ProcessClient(ExclusiveClient):
         except BaseException:
             await self.stop()
             raise
-        # A rebuilt engine gets the same context and KV blocks, whatever memory is free.
+        # A rebuilt engine gets the same context length and number of KV blocks, however much memory is free then.
         self._fitted, self._content = capacity_settings_from_info(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
@@ -191,8 +191,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Gives away the requests that the engine does not have. Suspects stay until a new engine has cleared them, so
-        that they end no other engine.
+        """Removes the requests that the engine does not have, and returns them for another engine. Suspects stay until
+        a new engine has cleared them, so that they cannot end another engine.
         """
         return self._replay.take_unsuspected()
 
@@ -244,8 +244,9 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Raises the last error after `tries` failures in a row: ConfigError for a refused configuration, EngineError
-        with the last lines of standard error. Starts killed from outside do not count.
+        """Starts processes until an engine is ready. After `tries` failures in a row, raises the last error:
+        ConfigError for a refused configuration, or EngineError with the last lines of standard error. Starts killed
+        from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -282,19 +283,19 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """A failure ends all streams with an error, so that none waits forever."""
+        """Supervises the process. If that fails, all streams end with an error, so that no stream waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
             log.error("the engine could not be restarted: %s", error)
-            # Clients see this message; the engine's standard error would show them paths.
+            # Clients see this message. The engine's standard error is left out because it would show them paths.
             self.die("the engine could not be restarted")
         except Exception as error:
             log.exception("the supervisor failed")
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Raises an error if too many processes in a row fail."""
+        """Serves and replaces processes. Raises an error if too many processes in a row fail."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -308,7 +309,7 @@ class ProcessClient(ExclusiveClient):
                 await self._sleep_without_process()
                 continue
             began = clock.monotonic()
-            # Open streams wait: capture decode graphs only when steps need them.
+            # Open streams wait for this engine, so it captures decode graphs only when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
                 raise EngineError("the model's files have changed since the start: restart the server")
@@ -390,7 +391,7 @@ class ProcessClient(ExclusiveClient):
         self.stats = stats if self._earlier_stats is None else stats.add_earlier(self._earlier_stats)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """The engine has the new weights or, after a failure, the old ones."""
+        """Finishes the change. The engine has the new weights or, after a failure, the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content
@@ -418,7 +419,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self.deaths += 1
         if not cause.external and not self.changing and self._replay.idle:
-            self._failures += 1  # crashing while idle counts as a failed start
+            self._failures += 1  # a crash while idle counts as a failed start
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests continue on a new one", cause.description, len(self._replay))
@@ -426,7 +427,9 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """`external`: no request can be the cause."""
+        """Queues the requests that the engine had. `external`: the cause was outside the engine, so no request can be
+        suspected.
+        """
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)
@@ -434,4 +437,4 @@ class ProcessClient(ExclusiveClient):
             self.quarantined += 1
             error = RequestQuarantined("this request crashed the engine each time it ran by itself, so it was given up")
             log.error("request %s: %s", request_id, error)
-            self.owner.give_up(request_id, error)  # also aborts the other requests of its call
+            self.owner.give_up(request_id, error)  # also aborts the other requests of the same call

@@ -1,5 +1,5 @@
-"""The leader's view of one API process. One message carries all its outputs, because it costs as much as ten streams'
-tokens.
+"""The leader's view of one API process. The outputs of all its streams go into one message, because a message costs as
+much as the tokens of ten streams.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notif
 
 class ApiProcessChannel:
     def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
-        """`number`: a replacement process inherits it."""
+        """`number`: the API process's number, which a process that replaces it inherits."""
         self.number = number
         self.welcomed = False
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
-        """Startup text, sent once the process listens."""
+        """Text that the process announces at startup, once it listens; None before."""
         self.fault: Fault | None = None
         self.silence = 0.0
-        """Seconds since the last message, excluding time in which the leader could not receive."""
+        """Seconds since the process's last message, not counting time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
         self._steps: list[SharedStep] = []
         self._write = send

@@ -1,9 +1,10 @@
 """Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, the next engine gets its requests: they are replayed. After the engine's own fault,
-requests that had begun but made little progress are suspects. They are isolated by bisection: first and alone, one half
-is replayed, then half of that, finally a single one. Some tokens, or an end, clear a group. A request that repeatedly
-ends an engine it has to itself is given up. An end from outside makes no suspects, and clears none. No clock and no
+When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
+requests that had begun but made little progress become suspects. Bisection isolates the guilty request: half of the
+suspects run first, without other requests, then half of that half, and finally a single request. A suspect is cleared
+when it has emitted some tokens or has ended. A request that repeatedly ends an engine in which it is alone is given up.
+If a process was ended from outside, no request becomes a suspect, and none is cleared. This module uses no clock and no
 I/O.
 """
 
@@ -13,27 +14,31 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""Tokens from one engine that clear a request: the first shows that its prompt is harmless, the others that decoding
-is.
+"""A request is cleared after this many tokens from one engine. The first token shows that its prompt is harmless, the
+others show that decoding is.
 """
 MAX_LONE_CRASHES = 2
-"""A request is given up after ending this many engines that it had to itself."""
+"""A request is given up after ending this many engines in which it was alone."""
 
 
 class Replay:
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
-        """Ordinary requests that the engine does not have, in order."""
+        """Ordinary requests that the engine does not have, in order of submission."""
         self._suspects: deque[list[str]] = deque()
-        """Groups that the engine does not have. Each runs alone, before `_waiting`."""
+        """Groups of suspects that the engine does not have. Each group runs without other requests, and before
+        `_waiting`.
+        """
         self._submitted: dict[str, int] = {}
-        """Requests that the engine has, with tokens received, up to TOKENS_TO_CLEAR."""
+        """Requests that the engine has, each with the number of tokens received, which is counted up to
+        TOKENS_TO_CLEAR.
+        """
         self._begun: set[str] = set()
         """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
-        """Uncleared suspects that the engine has; nothing else is submitted meanwhile."""
+        """Suspects that the engine has and that are not cleared. Nothing else is submitted until they are."""
         self._lone_crashes: dict[str, int] = {}
-        """Successive engines that a request ended while alone in them."""
+        """For each request, the number of successive engines that ended while it was alone in them."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
@@ -46,7 +51,7 @@ class Replay:
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """The engine is about to compute these for the first time."""
+        """Note that the engine is about to compute these requests for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
@@ -70,7 +75,7 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Requests to submit now, in order."""
+        """Return the requests to submit now, in order, and count them as submitted."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -87,13 +92,13 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Takes the requests that another engine may get."""
+        """Remove and return the requests that another engine may get."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """Queues everything the ended engine had. `external`: the cause was outside the engine. Returns the requests to
-        give up; call `end` for each.
+        """Queue all requests of the engine that has ended. `external` means that the cause was outside the engine.
+        Return the requests to give up; the caller must call `end` for each.
         """
         if external:
             suspects = [request_id for request_id in self._submitted if request_id in self._isolated]
@@ -114,8 +119,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """Returns all requests that had begun and were not cleared; if there are none, all uncleared ones, because the
-        engine may have ended while it accepted one.
+        """Return all requests that had begun and were not cleared. If there are none, return all uncleared requests,
+        because the engine may have ended while it accepted one of them.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

@@ -1,5 +1,6 @@
 """Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it lately sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. No clock, no input, no output.
+the requests that it recently sent to each. Prompts are hashed as in engine/core/kv_cache/block_pool.py. This module
+uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from quire.engine.core.request import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
 MOST_PIECES = 2**16
-"""Pieces remembered per replica: a million tokens in about 10 MB."""
+"""Maximum number of pieces (of PIECE tokens) remembered for each replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
-"""A replica with this many more open requests than the least busy one gets none."""
+"""A replica whose open requests exceed those of the least busy replica by more than this gets no request."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
-    """Each hash covers all tokens before its end, the salt and the adapter."""
+    """Hashes of the prompt's pieces. Each hash covers the cache salt, the adapter and all tokens up to the end of its
+    piece.
+    """
     ids = request.prompt_ids
     parent, hashes = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
@@ -29,21 +32,22 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Callers must report when requests end and replicas lose their cache."""
+    """Chooses replicas. Callers must report when a request ends and when a replica loses its cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
-        """Open requests by replica, numbered from 0."""
+        """Number of open requests, indexed by replica."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Pieces that each replica should have cached, the last used last. A piece is there only with all earlier ones
-        of its prompt.
+        """Hashes of the pieces that each replica should have cached, least recently used first. A piece is present only
+        with all earlier pieces of its prompt.
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Counts the request as open at its replica. The longest cached prefix wins, unless its replica's excess of
-        open requests over the least loaded one exceeds its excess of cached pieces, or MOST_AHEAD: a request in the
-        batch costs about as much as computing a piece.
+        """Chooses a replica for a request and counts the request as open there. The replica with the longest cached
+        prefix is chosen, unless it has more open requests than the least loaded replica by more than MOST_AHEAD or by
+        more than its additional cached pieces. The two differences are comparable because a request in the batch costs
+        about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))
@@ -59,7 +63,7 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """The replica's cache is empty now. Its open requests stay open."""
+        """Note that the replica's cache is empty now. The replica's open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:
@@ -72,7 +76,7 @@ class Router:
 
     def _remember(self, replica: int, pieces: Sequence[bytes]) -> None:
         sent = self._sent[replica]
-        for piece in reversed(pieces):  # a prompt's end is evicted before its beginning
+        for piece in reversed(pieces):  # the replica evicts a prompt's end before its beginning
             sent[piece] = None
             sent.move_to_end(piece)
         while len(sent) > self._most:

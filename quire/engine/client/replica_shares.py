@@ -14,12 +14,12 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Each replica's NUMA nodes; empty sets on a machine with one node."""
+    """Cores of each replica's NUMA nodes; empty sets, which mean any core, on a machine with one node."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
 def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
-    """Variables that restrict each replica to its GPUs. Raises ConfigError if there are too few."""
+    """Environment variables that restrict each replica to its GPUs. Raises ConfigError if there are too few GPUs."""
     if gpus is None:
         return [{}] * config.data_parallel_size
     parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
@@ -46,8 +46,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """Divides `config`'s host memory and threads evenly. Each replica has its own folder in --kv-offload-dir. `root`:
-    see cpu_quota.
+    """The configuration of replica `index`, with an even share of `config`'s host memory, disk and threads. Each
+    replica has its own folder in --kv-offload-dir. `root`: see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

@@ -1,5 +1,6 @@
-"""Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
-sleep or restart, requests wait. A replica that cannot restart is left out; the client fails with the last one.
+"""Several engines of one model behind one client. When an engine ends, its requests continue on another engine. While
+all engines sleep or restart, requests wait. A replica that cannot restart is left out, and the client fails when the
+last replica has failed.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class ReplicatedClient(ExclusiveClient):
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """`gpus` are divided among the replicas; None: the CPU. Raises ConfigError if there are too few."""
+        """`gpus` are divided among the replicas; None means that the replicas run on the CPU. Raises ConfigError if
+        there are too few GPUs.
+        """
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
-        # Nothing tells which cores are near a GPU.
+        # With GPUs, replicas are not bound to cores, because nothing tells which cores are near a GPU.
         cores = replica_cores(count) if gpus is None else [set[int]()] * count
         self._replicas = [
             ProcessClient(
@@ -53,7 +56,7 @@ class ReplicatedClient(ExclusiveClient):
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
         self._unplaced: dict[str, None] = {}
-        """Open requests without a replica, in order."""
+        """Open requests that no replica has, in order."""
         self._started = False
 
     @property
@@ -80,7 +83,7 @@ class ReplicatedClient(ExclusiveClient):
         starts = [asyncio.create_task(each.start()) for each in self._replicas]
         try:
             infos = await asyncio.gather(*starts)
-            # All get the shortest context, so that tokens do not depend on the replica.
+            # All replicas get the shortest context of any, so that tokens do not depend on the replica.
             context = min(info.max_model_len for info in infos)
             longer = [each for each, info in zip(self._replicas, infos, strict=True) if info.max_model_len > context]
             await asyncio.gather(*(each.shorten(context) for each in longer))
@@ -123,7 +126,9 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeats a change that failed only here, once the replica is back, or gives the replica up."""
+        """Repeats a change that failed on this replica but not on others, once the replica is back. Stops the replica
+        if it refuses the change.
+        """
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -198,7 +203,7 @@ class ReplicatedClient(ExclusiveClient):
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Moves all requests but suspects."""
+        """Moves all requests of the replica, except suspects, to other replicas."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -220,7 +225,7 @@ class ReplicatedClient(ExclusiveClient):
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_place(output.id)
-        if not self.asleep:  # during a change the replicas' versions differ, and streams report theirs
+        if not self.asleep:  # replicas' versions differ during a change; streams report each output's
             self.weights_version = self._replicas[engine].weights_version
         self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)
@@ -271,7 +276,7 @@ def processes(
     launcher: Launcher | None = None,
     find_gpus: Callable[[str], VisibleGPUs | None] = find_gpus,
 ) -> EngineClient:
-    """Raises ConfigError if there are fewer GPUs than replicas need."""
+    """A client of one or several engine processes. Raises ConfigError if there are fewer GPUs than the replicas need."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher, find_gpus(config.device)))

@@ -1,4 +1,4 @@
-"""Timelines of requests and steps, in the client's process, so that they outlive engines."""
+"""Timelines of requests and steps. They are in the client's process, so they outlive engines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""The client adds: a repeated prefill; waiting for an engine after a crash, sleep or weight change; waiting for the
-last output.
+"""Phases of a request. The client adds three to the engine's: "recompute", a repeated prefill; "recovering", waiting
+for an engine after a crash, sleep or weight change; "delivery", waiting until the last output is delivered.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
-"""Later steps are only counted."""
+"""A request's later steps are counted but not stored."""
 MAX_TOTAL_STEPS = 100_000
-"""At most about 500 bytes each. Beyond this, the oldest requests keep only their phases."""
+"""Limit of the stored steps, each of at most about 500 bytes. Beyond it, the oldest ended requests lose their steps and
+chunks.
+"""
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """Grows with every engine after a crash."""
+    """Number of the engine that computed the step. A new engine after a crash, sleep or weight change gets a higher
+    number.
+    """
     request_ids: tuple[str, ...]
     replica: int = 0
     is_counted: bool = True
-    """False if another API process counts it."""
+    """False if another API process counts the step in its metrics."""
 
 
 @dataclass(slots=True)
@@ -40,36 +44,38 @@ class Timeline:
     prompt_tokens: int
     submitted_at: float
     marks: list[tuple[float, TimelinePhase]]
-    """(begin, phase), in order."""
+    """(begin, phase) in order of time."""
     steps: list[StepEntry] = field(default_factory=list)
     num_dropped_steps: int = 0
     chunks: list[tuple[StepEntry, int, int]] = field(default_factory=list)
     """(step, first token, tokens)."""
     tier_loads: list[tuple[str, int, float, float]] = field(default_factory=list)
-    """(tier, tokens, began, ended)."""
+    """(tier, number of tokens, begin, end)."""
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if unknown."""
+    """None if it is unknown why the prefix was not cached."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
-    """Draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
+    """Numbers of accepted draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0: no token yet."""
+    """0 before the first token."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """The sum is the time until the end, or until `now`."""
+        """Seconds spent in each phase. They add up to the request's duration until its end or, if it is open, until
+        `now`.
+        """
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
-        """(phase, begin, end), in order."""
+        """(phase, begin, end) in order of time."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
@@ -77,7 +83,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Times never decrease, although two processes read the clock."""
+        """Begin a phase. Times never decrease, although the client's and the engine's process read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -88,7 +94,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
-        """The last new token is never a draft."""
+        """Count a step's new and draft tokens. The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)
@@ -103,15 +109,15 @@ class RequestRecorder(Protocol):
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """`record`: None for outputs of adding or aborting requests."""
+        """`record` is None for outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """Requests `ids` (default: all) wait for another engine, or end if `for_good`."""
+        """Let the requests `ids` (None: all) wait for another engine, or end them if `for_good`."""
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """Ignores requests that are not open."""
+        """Record a request's end. Ignores requests that are not open."""
 
 
 class RequestHistory:
@@ -123,7 +129,7 @@ class RequestHistory:
         self.listeners: list[Callable[[StepEntry], None]] = []
         self.end_listeners: list[Callable[[Timeline], None]] = []
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with the seconds between a request's tokens."""
+        """Called with the seconds between two successive outputs of a request."""
         self.counts_steps = True
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
@@ -138,7 +144,7 @@ class RequestHistory:
         return len(self._engine_numbers)
 
     def response_timelines(self, response_id: str) -> list[Timeline]:
-        """Ids of an answer's sequences start with `response_id` and a hyphen."""
+        """Timelines of all sequences of an answer. Their ids begin with `response_id` and a hyphen."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]
@@ -174,7 +180,7 @@ class RequestHistory:
         if record.chunks:
             request_ids = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *request_ids]))
         timelines = [self._open_timelines.get(request_id) for request_id in request_ids]
-        # our own id objects, not the message's: identical objects compare faster
+        # Use the timelines' id objects instead of the message's, because identical objects compare faster.
         known_ids = [
             request_id if timeline is None else timeline.id
             for request_id, timeline in zip(request_ids, timelines, strict=True)
@@ -194,7 +200,7 @@ class RequestHistory:
             listener(step)
 
     def _make_step_entry(self, request_ids: tuple[str, ...], record: StepRecord, replica: int) -> StepEntry:
-        # consecutive steps mostly share a tuple
+        # Successive steps have mostly the same requests, so they share one tuple.
         if request_ids != self._last_request_ids[replica]:
             self._last_request_ids[replica] = request_ids
         return StepEntry(

@@ -1,5 +1,5 @@
-"""An API process's client of an engine that it reaches through the leader (api_server_leader.py). Its view of the
-engine is up to 0.1 s old.
+"""An API process's client of an engine that it reaches through the leader (api_server_leader.py). What it knows of the
+engine's state is up to 0.1 s old.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """`address` is the leader's, `identity` this process's name. If the leader is silent for `silence_seconds`,
-        calls and waiting requests fail.
+        """`address` is the leader's address, `identity` this process's name. If the leader is silent for
+        `silence_seconds`, calls and waiting requests fail.
         """
         super().__init__()
         self._make_wire = wire
@@ -77,9 +77,9 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.on_version: list[Callable[[str], None]] = []
         self._last_version = self.weights_version
         self.inherited: bytes | None = None
-        """The predecessor's last answer to LASTING (messages.py)."""
+        """The last answer to LASTING (messages.py) of the process that this one replaced; None if it replaced none."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
-        """Called when a bug keeps this process from following the leader."""
+        """Called when a bug prevents this process from following the leader."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -130,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Returns the answers of other API processes, or of the named one, without late ones. Raises EngineError if the
-        leader has no answer.
+        """Returns the answers of other API processes, or of the process named by `to`, without answers that come too
+        late. Raises EngineError if the leader is asked and has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -139,7 +139,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """See Weights.sleep. The leader runs all processes' changes in turn."""
+        """See Weights.sleep. The leader runs the changes that API processes request one after another."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
@@ -272,7 +272,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """A group would have one member, but any API process may get its calls."""
+    """Refuses to join a group. One process would join it, but any API process may get the group's calls."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

@@ -1,5 +1,5 @@
-"""Weights broadcast in a torch.distributed group. A separate process (worker/weight_receiver.py) writes them to files
-in memory, which weights.py loads.
+"""Receives weights that are broadcast in a torch.distributed group. A separate process (worker/weight_receiver.py)
+writes them to files in memory, and weights.py loads the files.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""A receiver that takes this much longer than the group's timeout counts as hanging."""
+"""A receiver that takes this much longer than the group's timeout is considered hung."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
 class Group(NamedTuple):
-    """The sender is rank 0."""
+    """A torch.distributed group. The sender is rank 0."""
 
     address: str
     port: int
     rank: int
     world_size: int
     backend: str
-    """gloo, or nccl on NVIDIA GPUs."""
+    """"gloo", or "nccl" on NVIDIA GPUs."""
     timeout: float
-    """Seconds to wait for other members at each step."""
+    """Seconds to wait for other members in each operation."""
 
 
 class Tensor(NamedTuple):
     name: str
     dtype: str
-    """float32, bfloat16 or float16."""
+    """"float32", "bfloat16" or "float16"."""
     shape: Sequence[int]
 
 
 class WeightsGroup:
-    """Call all methods from the client's event loop. One group exists at a time. Calls run one by one, and complete
-    even if nobody awaits them.
+    """Receives weights as a member of a group. Only one group exists at a time. Call all methods from the client's
+    event loop. Calls run one after another, and run to completion even if their caller is cancelled.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -61,13 +61,15 @@ class WeightsGroup:
         self._group: Group | None = None
         self._turn = asyncio.Lock()
         self._root: Path | None = None
-        """Parent of all folders. The receiver removes it when this process is gone."""
+        """Parent of all folders with weights. The receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leaves the previous group and waits for all members. Raises InvalidRequest without them."""
+        """Leaves the previous group, joins this one and waits for all members. Raises InvalidRequest if members are
+        missing.
+        """
 
         async def join_group() -> None:
             await self._forget()
@@ -81,7 +83,7 @@ class WeightsGroup:
         await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
-        """The group's weights stay in use; an incomplete model is dropped."""
+        """Leaves the group. Weights that were loaded stay in use; an incomplete model is dropped."""
 
         async def leave_group() -> None:
             if self._group is not None:
@@ -92,7 +94,9 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Receives one broadcast per tensor. If the group breaks, raises InvalidRequest; the old weights stay."""
+        """Receives one broadcast for each tensor. If the group breaks, raises InvalidRequest, and the old weights stay
+        in use.
+        """
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -111,7 +115,7 @@ class WeightsGroup:
         await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
-        """Loads the weights received since the last call. Raises as Weights.update does."""
+        """Loads the weights received since the last call. Raises the errors of Weights.update."""
 
         async def serve_weights() -> str:
             if self._partial is None:
@@ -132,7 +136,7 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Deletes all files, so call it after the client's end."""
+        """Deletes all files. Call it only after the client has ended."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)
@@ -152,7 +156,9 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Raises InvalidRequest with the process's error, EngineError if it ends or hangs."""
+        """Calls the receiver. Raises InvalidRequest with the receiver's error, and EngineError if the receiver ends or
+        hangs.
+        """
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS
@@ -174,7 +180,7 @@ class WeightsGroup:
             self._process = Child(
                 [*module("quire.engine.worker.weight_receiver"), str(theirs.fileno()), str(self._folder())],
                 descriptors=[theirs.fileno()],
-                stdout=DEVNULL,  # gloo prints there who joins
+                stdout=DEVNULL,  # gloo prints there which members have joined
             )
         self._connection = await asyncio.open_connection(sock=ours)
 

@@ -1,6 +1,6 @@
 """Releases, restores or replaces an engine's weights while requests are open, one change at a time. Each change
-rebuilds the engine and submits open requests again with their tokens (process_client.py). So streams survive, and
-nothing that the old weights computed reaches the new ones.
+rebuilds the engine and submits the open requests again with their tokens (process_client.py). Therefore streams
+survive, and nothing that the old weights computed is used with the new weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""keep: open requests continue with the new weights; wait: they finish first; abort: they end at once."""
+"""What happens to open requests: "keep" continues them with the new weights, "wait" lets them finish first, "abort"
+ends them at once.
+"""
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
 _POLL_SECONDS = 0.01
@@ -47,7 +49,7 @@ class WeightChanges(Protocol):
 
 
 class Weights:
-    """Call all methods from the client's event loop."""
+    """Changes the weights of a client's engine. Call all methods from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
         assert isinstance(client.engine_core, ExclusiveClient), "a hub changes the weights of its engine itself"
@@ -56,9 +58,9 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Releases weights and KV cache until `wake_up`. If already asleep, only sets `refuse`. level 1: the engine's
-        process stays and wakes soon; 2: it ends, which frees all memory. refuse: new requests fail instead of waiting.
-        Raises EngineError if the engine cannot be reached.
+        """Releases weights and KV cache until `wake_up`. If the engine is already asleep, only sets `refuse`. With
+        `level` 1 the engine's process stays and wakes soon; with 2 the process ends, which frees all its memory. If
+        `refuse` is True, new requests fail instead of waiting. Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -73,7 +75,9 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Raises ConfigError, and stays asleep, if the weights or memory for them are unavailable."""
+        """Loads the weights again. Raises ConfigError and leaves the engine asleep if the weights, or the memory for
+        them, are unavailable.
+        """
 
         async def wake() -> None:
             if self._engine_core.asleep:
@@ -83,9 +87,9 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Loads weights from a folder or GGUF file, wakes the engine, and returns their version (default: a counter).
-        Raises InvalidRequest if they do not have the model's shape, ConfigError if they cannot be loaded; the old
-        weights then stay.
+        """Loads weights from a folder or GGUF file, wakes the engine, and returns the version of the weights (default:
+        a counter). Raises InvalidRequest if the path does not exist, and ConfigError if the weights do not have the
+        model's shapes or cannot be loaded. After an error the old weights stay in use.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -100,8 +104,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Works like `update`. `load` gets the version. `check` may refuse the weights before requests are affected.
-        `path`: the weights' files, if any.
+        """Changes the weights with `load`, which gets the version, and otherwise works like `update`. `check` may
+        refuse the weights before requests are affected. `path`: the weights' files; None if there are none.
         """
         check_mode(mode)
 
@@ -133,7 +137,9 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the call under its lock even if nobody awaits it, because the engine may have released its weights."""
+    """Runs the call under the lock, to completion even if the caller is cancelled, because the call may have released
+    the engine's weights already.
+    """
 
     async def run_in_turn() -> Result:
         async with turn:
@@ -151,7 +157,7 @@ def check_mode(mode: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """Raises InvalidRequest if there is no such folder or file."""
+    """Returns the absolute path. Raises InvalidRequest if there is no such folder or file."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)
