@@ -47,7 +47,7 @@ class EngineCore:
         steps_ahead: int | None = None,
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
-        """`tensors`: weights by checkpoint name, used instead of the checkpoint's files. `steps_ahead`: see StepRunner."""
+        """`tensors`: weights by checkpoint name, used instead of the model's files. `steps_ahead`: see StepRunner."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
@@ -146,7 +146,7 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step whose results the last `step` call returned; None if that call returned no step's results."""
+        """Record of the step whose results the last `step` call returned; None if it returned no step's results."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

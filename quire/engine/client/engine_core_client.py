@@ -19,7 +19,7 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owner of the requests that a client passes on to an engine. `engine` in all methods: see EngineCoreClient.number."""
+    """Owner of the requests that a client passes to an engine. `engine` is an EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens it already has."""

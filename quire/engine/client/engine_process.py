@@ -228,7 +228,7 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Kills the process if it hangs. Time counts only while the engine could run and this process could notice it."""
+        """Kills the process if it hangs. Time counts only while the engine could run and this process could notice."""
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
         silent = self._clock.seconds - self._heartbeat_clock

@@ -95,7 +95,7 @@ class EngineCoreMethods(ABC):
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank (see engine/common/executor.py). Raises InvalidRequest if calls are not supported."""
+        """Run a call on every rank; see engine/common/executor.py. Raises InvalidRequest if calls are unsupported."""
 
     @abstractmethod
     def check_weights(self, config: str) -> None:

@@ -1,4 +1,4 @@
-"""Clocks of the machine or of a simulation. Call them as attributes of this module, so that one assignment replaces the
+"""Clocks of the machine or of a simulation. Call them as attributes of this module. Then one assignment replaces a
 clock everywhere except in commands and device code.
 """
 
@@ -8,6 +8,6 @@ import time as machine
 from collections.abc import Callable
 
 monotonic: Callable[[], float] = machine.monotonic
-"""Seconds, the same in all processes of a machine."""
+"""Seconds since an arbitrary time that is the same for all processes of a machine."""
 time: Callable[[], float] = machine.time
-"""Unix time."""
+"""Seconds since the Unix epoch."""

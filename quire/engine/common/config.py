@@ -21,10 +21,10 @@ from quire.engine.common.types import EngineInfo
 PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEMO_MODEL = str(PRESETS_FOLDER / "demo")
 DEFAULT_DISK_GIB = 10
-"""Limit of --kv-offload-dir."""
+"""Default limit of the files in --kv-offload-dir, in GiB."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""The second is for GPUs with at least LARGE_GPU_BYTES."""
+"""Default maximum tokens of a step. The second number is for GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -34,13 +34,13 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Give a new engine the same capacity, whatever memory is free then."""
+    """Settings that give a new engine the same capacity as this one, however much memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
 
 class EngineConfig(BaseModel):
-    """Fields have vLLM's flag names if they mean the same."""
+    """The engine's settings. Fields have the names of vLLM's flags if they mean the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
@@ -294,7 +294,7 @@ class EngineConfig(BaseModel):
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """quant_method of config.json; None: any."""
+        """The quant_method that config.json must have; None if any is allowed."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -303,7 +303,9 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """fp8 means to keep an fp8 checkpoint, not to quantize it again."""
+        """Drop `quantization` if the checkpoint is already quantized that way: with an fp8 checkpoint, fp8 means to
+        keep it.
+        """
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -317,14 +319,14 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """memory: in bytes."""
+        """`memory`: the GPU's memory in bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
 
     @property
     def world_size(self) -> int:
-        """Processes per engine."""
+        """Number of processes that compute one replica of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -366,7 +368,9 @@ class EngineConfig(BaseModel):
     def drop_redundant_mtp_model(
         cls, value: SpeculativeConfig | None, info: ValidationInfo
     ) -> SpeculativeConfig | None:
-        """vLLM's recipes name the served model as the MTP model."""
+        """Drop the model's name for mtp, because vLLM's recipes name the served model there. Raises ValueError for
+        another model.
+        """
         if value is None or value.method != "mtp" or value.model is None:
             return value
         if value.model != info.data.get("model"):
@@ -388,7 +392,9 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accepts bytes as vLLM does, 10000000000 or 10G, because no machine has a million GiB."""
+        """Accept GiB or, as vLLM does, bytes: 10000000000 or 10G. A number above _MAX_GIB means bytes, because no
+        machine has a million GiB.
+        """
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
@@ -400,7 +406,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """As in vLLM, 32k is 32,000 and 32K is 32,768."""
+        """Accept 32k and 32K, which mean 32,000 and 32,768 as in vLLM."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

@@ -9,7 +9,7 @@ from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_
 
 
 def _parse_json_object(value: object) -> object:
-    """Raises ValueError."""
+    """Parse text as a JSON object; return other values unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -25,12 +25,12 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Maps vLLM's other names."""
+    """Replace vLLM's other names of dtypes by ours."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Maps vLLM's other names. Raises ValueError for unsupported devices' names."""
+    """Replace vLLM's other names of quantizations by ours. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -56,25 +56,27 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of checkpoint formats and kernels."""
+"""vLLM's names of checkpoint formats, and of the kernels that compute them."""
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """vLLM's fields and defaults."""
+    """vLLM's option of this name, with its fields and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """Default: zmq if enabled."""
+    """None means zmq if events are enabled."""
     endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
-    """Everyone who reaches it can read the prompts' token ids. Replicas use the next ports."""
+    """Everyone who can connect to the endpoint can read the token ids of prompts. Replicas use the ports after this
+    one.
+    """
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
-    """Batches kept for replay."""
+    """Number of batches that are stored for replay."""
     hwm: int = Field(100_000, ge=1)
     max_queue_size: int = Field(100_000, ge=1)
     topic: str = ""
@@ -94,7 +96,7 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """The next ports, as in vLLM."""
+    """The endpoint with the port increased by `index`, as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -109,25 +111,28 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
-    """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
-    a grammar forces, as all methods do. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
-    uses a layer of the served checkpoint, and has vLLM's names per family as aliases.
+    """ngram searches the request's own tokens; suffix searches also recent answers with the same cache salt. grammar
+    drafts only what a grammar forces, which all other methods draft too. draft_model uses `model`; eagle, eagle3 and
+    medusa use heads in `model`; mtp uses a layer of the served checkpoint, and accepts vLLM's names for single
+    families.
     """
     model: str | None = None
-    """Local directory or hub id of a smaller model with the same vocabulary, or of heads."""
+    """Local directory or hub id of a smaller model with the same vocabulary, or of draft heads."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """Maximum per sequence and step."""
+    """Maximum number of draft tokens per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must match."""
+    """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
-    """Continues drafts of a model or heads, or replaces them if its tokens are accepted as often."""
+    """A lookup that continues the drafts of a model or heads. It replaces them if its tokens are accepted at least as
+    often.
+    """
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
-    """Draft tokens that `lookup` adds to the maximum; default: DEFAULT_LOOKUP_TOKENS."""
+    """Number of draft tokens that `lookup` may add to num_speculative_tokens; None means DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Infers a missing method."""
+        """Drop keys that Quire ignores, and infer a missing method from the model's name."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -178,7 +183,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """Follows vLLM's rules."""
+    """Infer the method from a draft model's name by vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 
@@ -196,5 +201,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """None if served or unknown."""
+    """Why the device is not supported; None if it is supported or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -26,13 +26,13 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """Clients see `str(error)`, so it must not contain stack traces or server paths."""
+    """An error whose text clients see, so it must not contain stack traces or server paths."""
 
     code: str | None = None
     """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: the wrong field or setting."""
+        """`param`: name of the wrong field or setting."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -47,7 +47,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """OpenAI's clients then resend the whole conversation."""
+    """The previous response is unknown. OpenAI's clients then resend the whole conversation."""
 
     code = "previous_response_not_found"
 
@@ -81,7 +81,7 @@ class Overloaded(QuireError):
 
 
 class ModelNotLoadable(Overloaded):
-    """The files are wrong, so retrying soon does not help."""
+    """The model's files are wrong, so a retry soon does not help."""
 
     code = "model_unloadable"
 
@@ -111,7 +111,9 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A ValueError, as programs that create an LLM expect. Handlers of a library's ValueErrors must let it pass."""
+    """A wrong setting. It is a ValueError because programs that create an LLM expect one. Code that handles a library's
+    ValueErrors must let it pass.
+    """
 
 
 class ModelError(ConfigError):
@@ -120,19 +122,19 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """False if the request caused the failure."""
+    """True if the same request may succeed later; False if the request caused the failure."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 
 def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
-    """Raise ConfigError with the first truthy reason."""
+    """Raise ConfigError with the first truthy reason, if any."""
     for why in reasons:
         if why:
             raise ConfigError(f"{param}: {why}", param=param)
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if `task` is not among `tasks`."""
     if task not in tasks:
         hint = "; with pooling_type='last' it computes embeddings" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

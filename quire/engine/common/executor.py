@@ -19,39 +19,41 @@ class PendingOutput(Protocol):
         """
 
     def result(self) -> ModelRunnerOutput:
-        """Call once per step, in launch order."""
+        """Wait for the step's output. Call once per step, in launch order."""
 
 
 class AdapterLoader(Protocol):
-    """Loads in the background."""
+    """Loads LoRA adapters into slots in the background."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """No scheduled request may use the slot before `install_finished_loads` reports it."""
+        """Begin to load. No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """Slots whose load ended since the last call, each with None or an error message."""
+        """Return the slots whose load has ended since the last call, each with None or an error message."""
 
     def wait_for_any_load(self, seconds: float) -> None:
-        """Returns after any load, or after `seconds`."""
+        """Return when any load has ended, or after `seconds`."""
 
 
 class BlockMover(Protocol):
-    """Copies KV blocks between device and host. `read_block` and `write_block` return when the copy is done, and are
-    thread-safe.
+    """Copies KV blocks between the device and the host. `read_block` and `write_block` are thread-safe, and return when
+    the copy is done.
     """
 
     block_bytes: int
     layout: str
-    """Identifies a block's bytes: shapes, dtypes, order, and what computed them."""
+    """Identifies the meaning of a block's bytes: shapes, dtypes, order, and what computed them."""
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """The engine's loop calls this before these blocks are written."""
+        """Prepare for writes of these blocks. The engine's loop calls this before other threads write them."""
 
     def read_block(self, block: int) -> memoryview:
-        """Content after the batches launched so far. Launch no batch that writes the block before this returns."""
+        """Return the block's content after the batches launched so far. The caller must launch no batch that writes the
+        block before this returns.
+        """
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
-        """Launch no batch that uses the block before this returns."""
+        """Write the block. The caller must launch no batch that uses the block before this returns."""
 
 
 RPC_METHODS = ("describe", "parameters")
@@ -59,8 +61,8 @@ CollectiveRPC = Callable[[bytes], list[bytes]]
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Other processes import the function by name. Raises InvalidRequest if they cannot, or if arguments cannot be
-    pickled.
+    """Encode a call for all ranks. Other processes import the function by its name. Raises InvalidRequest if they
+    cannot, or if the arguments cannot be pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -78,7 +80,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """In rank order. Raises EngineError if a rank failed."""
+    """Return the ranks' results in rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))
@@ -87,16 +89,18 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 class Executor(Protocol):
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """May be called before earlier results are read."""
+        """Begin to compute a step. May be called before the outputs of earlier steps are read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing in at most about a second. False if nothing is left."""
+        """Prepare one thing, such as a CUDA graph, in at most about a second. Return False if nothing is left to
+        prepare.
+        """
 
     def make_block_mover(self) -> BlockMover | None:
-        """None without KV blocks."""
+        """Return the mover of KV blocks; None if the model has no KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """Moves slots (Sublayer.slot_tensor_specs)."""
+        """Return a mover whose blocks are slots (Sublayer.slot_tensor_specs); None if the model has no such state."""
 
     def preload_grammar_compiler(self) -> None:
-        """Loads in the background. Otherwise the first grammar loads it."""
+        """Begin to load the compiler in the background. Otherwise the first request with a grammar waits for it."""

@@ -1,8 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Reads only regular files of bounded size, so none can block a start or fill the memory. Errors name file, field and
-fault in one line. Symbolic links may lead anywhere: the hub's cache consists of them, and people keep weights on other
-disks. For paths inside files see `find_weight_files`.
+Only regular files of bounded size are read, so that no file can block a start or fill the memory. An error names the
+file, the field and the fault in one line. Symbolic links may point anywhere, because the hub's cache consists of them
+and people store weights on other disks. For paths that files contain see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 16 * MIB
-"""Python objects take up to 30 times this. ModelOpt's files have some MB."""
+"""Python objects take up to 30 times a file's size. ModelOpt's JSON files have some MB."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
 Validated = TypeVar("Validated")
 
 
 def open_if_present(path: Path) -> BinaryIO | None:
-    """Raises ModelError if it is unreadable or not a regular file."""
+    """Open a file; None if there is none. Raises ModelError if the file is unreadable or not regular."""
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         if path.is_symlink():
@@ -45,7 +45,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
-    """Raises ModelError, also if missing."""
+    """Open a file. Raises ModelError if it is missing, unreadable or not regular."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
@@ -53,7 +53,9 @@ def open_required(path: Path) -> BinaryIO:
 
 
 def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-    """Raises ModelError, also above `max_bytes`."""
+    """Read a file; None if there is none. Raises ModelError if it is unreadable, larger than `max_bytes`, or empty
+    although it must not be.
+    """
     file = open_if_present(path)
     if file is None:
         return None
@@ -70,7 +72,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """Raises ModelError, also if it is not UTF-8."""
+    """Read a text file; None if there is none. Raises ModelError if it is unreadable, too large, empty or not UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -79,12 +81,12 @@ def read_text_if_present(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Raises ModelError for anything but a JSON object."""
+    """Read a JSON file; None if there is none. Raises ModelError if its content is not a JSON object."""
     text = read_text_if_present(path, max_bytes)
     if text is None:
         return None
     try:
-        # Not msgspec: some config.json contain Infinity, which is not JSON.
+        # msgspec would refuse Infinity, which some config.json contain although it is not JSON.
         content = json.loads(text)
     except RecursionError:
         raise ModelError(f"model: {path.name} is nested too deeply") from None
@@ -96,7 +98,7 @@ def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[st
 
 
 def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
-    """Drops keys that the TypedDict `kind` lacks. Raises ModelError."""
+    """Convert to the TypedDict `kind`, dropping keys that it lacks. Raises ModelError if a value has the wrong type."""
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -104,7 +106,7 @@ def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: st
 
 
 def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
-    """Raises ModelError."""
+    """Decode JSON as `kind`. Raises ModelError if it is not JSON or a value has the wrong type."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -114,7 +116,7 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
 
 
 def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
-    """`field: message is expected, got value`."""
+    """Return `field: message is expected, got value`, without `field` if the whole value is wrong."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
     field = field_match.group(1).lstrip(".") if field_match else ""
@@ -128,7 +130,7 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Follow `rope_parameters.factor` or `layer_types[3]` as far as possible."""
+    """Return the value at a path like `rope_parameters.factor` or `layer_types[3]`, followed as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -1,5 +1,5 @@
-"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module, so that one
-assignment replaces it everywhere.
+"""Random seeds and names, from the operating system or a simulation. Call `randbits` as an attribute of this module.
+Then one assignment replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ randbits: Callable[[int], int] = secrets.randbits
 
 
 def token_hex(size: int) -> str:
-    """size: bytes."""
+    """`size` is in bytes; the text has two digits for each."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 

@@ -11,30 +11,32 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Limits all stop strings together, because each is compared with text held back."""
+"""Limit for all stop strings together. It bounds the text that is held back because it may begin a stop string."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
-"""Number and length of DRY's sequence breakers (llama.cpp's limit)."""
+"""Maximum number and length of DRY's sequence breakers, as in llama.cpp."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
     kind: Literal["json", "regex", "lark"]
     text: str
-    """JSON schema, Rust regular expression, or llguidance's Lark or GBNF."""
+    """JSON schema, Rust regular expression, or llguidance's Lark or GBNF grammar, depending on `kind`."""
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
     tokens: int
     end_id: int
     begin_id: int | None
-    """Begins the thinking; None: answers start inside it."""
+    """Token that begins the thinking; None if answers start inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Lower means greedy, as in vLLM. Dividing by less may make logits infinite."""
+"""Lower temperatures mean greedy sampling, as in vLLM, because division by them may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """Raises InvalidRequest naming the field."""
+    """How tokens are sampled, and when an answer ends. The constructor raises InvalidRequest that names the wrong
+    field.
+    """
 
     n: Annotated[int, SamplingField(text="Number of answers per prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
@@ -212,10 +214,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = -1
     dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
-    """Repetitions that DRY penalizes contain none of these sequences."""
+    """Token sequences that interrupt a repetition: DRY penalizes only repetitions without them."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """None: all tokens."""
+    """None allows all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,
@@ -234,7 +236,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 0
     grammar: Grammar | None = None
-    """Ends the answer when complete, despite min_tokens and ignore_eos."""
+    """The answer ends when the grammar is complete, despite min_tokens and ignore_eos."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -259,7 +261,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Reported with each sampled token, instead of `logprobs`. Empty means None."""
+    """Tokens whose log probabilities are reported with each sampled token, instead of `logprobs`. Empty means the same
+    as None.
+    """
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -273,7 +277,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.stop, tuple):
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
             msgspec.structs.force_setattr(self, "stop", stop)
-        if self.seed == -1:  # "none" in vLLM and Ollama
+        if self.seed == -1:  # -1 means no seed in vLLM and Ollama
             msgspec.structs.force_setattr(self, "seed", None)
         for row in BOUNDED_SAMPLING_FIELDS:
             field = row.field
@@ -305,7 +309,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """63 bits, random without a seed. The first choice's seed does not depend on n."""
+        """The seed of one of n choices, 63 bits; random if there is no `seed`. The first choice's seed does not depend
+        on n.
+        """
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -321,7 +327,7 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
             declared, field = get_args(hint)
             kind = next(iter(get_args(declared)), declared)
             default = defaults[name]
-            if kind is float:  # msgspec omits the default object itself, which receipts must write
+            if kind is float:  # msgspec omits a value that is the default object itself; receipts must write it
                 default = float(repr(default))
             rows.append(NamedSamplingField(name, kind, default, field))
     return tuple(rows)
@@ -345,15 +351,17 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Last token's hidden state, mean, first token's; none: one per token."""
+"""Which vector represents the text: the last token's hidden state, the mean, the first token's ("cls"), or one vector
+for each token ("none").
+"""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only an embedding's first elements (Kusupati et al., 2022)."""
+    """Keep only this many first elements of an embedding (Kusupati et al., 2022); None keeps all."""
     activation: bool | None = None
-    """Normalize embeddings, or turn scores into probabilities; None: the model's default."""
+    """Whether to normalize embeddings, or to turn scores into probabilities; None is the model's default."""
     second_segment: int | None = None
 
     def __post_init__(self) -> None:
@@ -361,12 +369,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """Raises InvalidRequest, also for NaN."""
+    """Raise InvalidRequest for a value out of bounds or NaN."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):
         if isinstance(low, int):
             bounds = f"at least {low} and at most {high}"
         else:
-            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # programs look for vLLM's words
+            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # programs look for vLLM's wording
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)

@@ -1,7 +1,7 @@
-"""Safetensors' dtypes."""
+"""Data types of safetensors files."""
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of dtypes that the loader casts to the model's dtype."""
+"""Bytes per element of the dtypes that the loader casts to the model's dtype."""
 DTYPE_BYTES = {
     **FLOAT_BYTES,
     "I64": 8,

@@ -1,5 +1,5 @@
-"""Annotates the fields of SamplingParams that a request, a model or the page may set. All other lists of sampling
-fields derive from these.
+"""Annotations for the fields of SamplingParams that a request, a model's defaults or the web page may set. All other
+lists of sampling fields derive from these.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """None for either bound means unbounded."""
+    """A bound that is None does not exist."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False
     setting_label: str = ""
-    """"": not a setting of the page and presets."""
+    """Label on the web page and in presets; "" if the field is not a setting there."""
     setting_step: float = 1.0
 
 
@@ -28,6 +28,6 @@ class SamplingField:
 class NamedSamplingField:
     name: str
     type: type
-    """float, int or bool, even if optional."""
+    """float, int or bool, without None if the field is optional."""
     default: Any
     field: SamplingField

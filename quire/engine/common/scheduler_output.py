@@ -1,4 +1,4 @@
-"""A step's decisions and results."""
+"""What the scheduler decides for a step, and what the step returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 DRAFT_SOURCES = ("model", "lookup", "grammar")
-"""A draft model or head, an n-gram or suffix match, a grammar."""
+"""Where draft tokens come from: a draft model or heads, an n-gram or suffix match, or a grammar."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -20,10 +20,10 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
-    """0: base model."""
+    """0 is the base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Each image occurs once."""
+    """All images of `spans`, each one once."""
     cache_salt: str = ""
     """Requests with the same salt share encoder outputs."""
 
@@ -31,7 +31,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     end_progress: int
-    """Progress after this chunk, in units of Image.encoder_cost."""
+    """Encoder progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
 
     @property
@@ -40,13 +40,14 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens `start` to `start + num_tokens` of a slot, whose ids the device stores.
+    """The tokens from `start` to `start + num_tokens` of a slot. The device has their ids.
 
-    `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
-    samples the next token and writes it to the slot, so that a later step can compute it before the host knows it.
+    `new_block_ids` extend the slot's block table, which is empty for a new request. If `should_sample` is True, the
+    device samples the next token and writes it to the slot. Then a later step can compute that token before the host
+    has seen it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at each of their positions. The step
-    returns sampled tokens up to and including the first that differs from its draft.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at the position of each draft token.
+    The step returns the sampled tokens up to and including the first one that differs from its draft.
     """
 
     request_id: str
@@ -55,10 +56,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: list[int]
     should_sample: bool
-    """False for pooling, which happens in the step with the prompt's last token."""
+    """False for pooling requests, which are pooled in the step that computes the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """If a request has only these, `num_tokens` is 0."""
+    """If a request has only encoder chunks in this step, `num_tokens` is 0."""
     draft_sources: list[int] = []
 
 
@@ -67,17 +68,19 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_drafts: int
     block_ids: list[int]
-    """The head's own blocks, for all tokens and drafts."""
+    """The draft heads' own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that a draft model has not computed. A slot keeps its content until another request enters."""
+    """Tokens that the draft model must compute before it drafts. Its slot keeps its tokens and blocks until another
+    request enters it.
+    """
 
     slot: int
     start: int
     num_tokens: int
     token_ids: list[int]
-    """Empty if `new_request` has them."""
+    """Ids of the tokens; empty if `new_request` contains them."""
     first_block: int
     block_ids: list[int]
     new_request: NewRequestData | None
@@ -106,23 +109,23 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     began_at: float
     ended_at: float
-    """Times are in seconds of time.monotonic()."""
+    """Both times are in seconds of time.monotonic()."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Never sent to the API process."""
+    """One step's work for the executor. It is never sent to the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """Copies run in order, before anything is computed."""
+    """Copies of block contents, done in order before the step computes anything."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
     adapter_loads: list[tuple[str, float]] = []
-    """Adapters' names, and the seconds that requests waited for each."""
+    """(adapter name, seconds that requests waited for the adapter)."""
     freed_slots: list[int] = []
     slot_copies: list[SlotCopy] = []
-    """Done in order, before anything is computed."""
+    """Copies of slots' states, done in order before the step computes anything."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
@@ -147,13 +150,13 @@ class RequestFailure(NamedTuple):
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
-    """One per sampling request and accepted draft."""
+    """For each request that samples, one token and one more for each accepted draft token."""
     logprobs: dict[str, list[TokenLogprob]] = {}
-    """One per token, if requested."""
+    """One for each token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Log probability of the next token, per prompt token of the chunk."""
+    """For each prompt token of the chunk, the log probability of the token after it."""
     errors: dict[str, RequestFailure] = {}
-    """These requests end."""
+    """Requests that end with an error."""
     vectors: dict[str, bytes] = {}
-    """float32, little-endian. These pooling requests end."""
+    """Vectors of pooling requests, float32, little-endian. These requests end."""
     used_cuda_graph: bool = False

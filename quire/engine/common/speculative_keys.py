@@ -1,4 +1,6 @@
-"""Ignored keys of vLLM's speculative_config. Does not import pydantic, which takes longer than a short command."""
+"""Keys of vLLM's speculative_config that are ignored. This module does not import pydantic, whose import takes longer
+than a short command.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ UNSUPPORTED_DRAFT_METHODS = (
     "gemma4_mtp_assistant",
     "extract_hidden_states",
 )
-"""vLLM's. No method changes answers, so the model is served without one."""
+"""vLLM's methods that Quire lacks. Draft methods do not change answers, so the model is served without drafts."""
 IGNORED_VLLM_KEYS = {
     "attention_backend",
     "moe_backend",
@@ -41,11 +43,11 @@ IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""Affect only the speed of drafting."""
+"""Keys that affect only the speed of drafting."""
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Empty if nothing is ignored."""
+    """Why keys are ignored; "" if none is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

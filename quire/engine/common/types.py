@@ -1,4 +1,4 @@
-"""Structs that server and engine exchange."""
+"""Structs that the server and the engine exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-"""busy: too much at a time. constraints: no token is left. grammar: it cannot be followed."""
+"""Why a request failed. "busy": the engine had too much work at a time. "constraints": they left no token to sample.
+"grammar": it cannot be followed.
+"""
 DEFAULT_KEEP_SECONDS = 600.0
 
 
@@ -21,35 +23,37 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     name: str
     digest: str
     folder: str
-    """Must not change while a request needs it."""
+    """Directory with the adapter's files. They must not change while a request needs them."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens that an image's features replace, or part of them."""
+    """Prompt tokens that an image's features replace. If an image's tokens are not contiguous, the span is one part of
+    them.
+    """
 
     start: int
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Tokens see later ones of the span, so steps must not split it."""
+    """True if each token attends to later tokens of the span, so that steps must not split the span."""
     offset: int = 0
-    """Number of the image's features in earlier spans."""
+    """Number of the image's features that belong to earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Resized for the model, not normalized."""
+    """An image that was resized for the model, but not normalized."""
 
     digest: bytes
-    """Hash of all fields but encoder_cost."""
+    """Hash of all fields except encoder_cost."""
     height: int
     width: int
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
-    """(height, width) before resizing, if features depend on it."""
+    """(height, width) before resizing, if the image's features depend on it."""
     encoder_cost: int = 1
-    """Counts tokens of step budgets (VisionSpec.encoder_cost)."""
+    """Cost in tokens of a step's budget; see VisionSpec.encoder_cost."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
@@ -60,35 +64,35 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A sequence to generate, or a prompt to pool. A request with n > 1 becomes n of these."""
+    """A sequence to generate, or a prompt to pool. An API request with n > 1 becomes n of these."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams | PoolingParams
     seed: int
-    """64 bits. Fixes the random number of each token position."""
+    """64 bits. The seed determines the random number of each token position."""
     emitted_ids: list[int] = []
-    """Output of an engine that died, which this one continues."""
+    """Tokens that an earlier engine computed before it ended, and that this engine continues."""
     session: str = ""
-    """The caller's conversation id; its blocks stay pinned."""
+    """The caller's conversation id. The conversation's blocks are pinned for its next turn."""
     keep_seconds: float = 0.0
-    """0: the engine decides."""
+    """How long blocks stay pinned, in seconds; 0 lets the engine decide."""
     cache_salt: str = ""
-    """Requests with the same salt share cached prefixes."""
+    """Only requests with the same salt share cached prefixes."""
     priority: int = 0
-    """The lowest goes first, and is preempted last."""
+    """Requests with the lowest number are scheduled first and preempted last."""
     tenant: str = ""
     weight: float = 1.0
-    """Above 0."""
+    """The tenant's weight in fair scheduling, above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Spans are ascending."""
+    """Spans in the order of their positions."""
     images: tuple[Image, ...] = ()
-    """Each image occurs once."""
+    """All images of `spans`, each one once."""
 
     @property
     def sampling_params(self) -> SamplingParams | None:
-        """None for pooling."""
+        """None for pooling requests."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -96,7 +100,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """0 for pooling; None if the prompt is too long."""
+        """Maximum number of output tokens if the context has room for `context_room` more; 0 for pooling. None if the
+        prompt is too long.
+        """
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -104,13 +110,15 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural logarithm, from the model's unmodified distribution."""
+    """Natural logarithm of a token's probability in the model's unmodified distribution."""
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]]
-    """Most likely first. With logprob_token_ids: those and the sampled token, in the same order."""
+    """(token id, log probability), most likely first. With logprob_token_ids it has those tokens and the sampled one,
+    in the same order.
+    """
 
 
 MissReason = (
@@ -128,14 +136,14 @@ class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that were computed before but are not in the prefix cache."""
+    """Prompt tokens that were computed earlier but were not found in the prefix cache."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
     compute_seconds: float
     conversation: str
     turn: int
     own_load: bool = False
-    """For evictions: would the tenant's later tokens fill the cache alone?"""
+    """True if blocks were evicted and the tenant's own later tokens alone would have filled the cache."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -144,24 +152,24 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request's result of a step. Every request ends with exactly one that has a finish_reason."""
+    """One request's result of a step. Each request has exactly one output with a finish_reason, its last."""
 
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    """One per new id, if requested."""
+    """One for each new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Sent once: one per prompt token, None for the first."""
+    """One for each prompt token, None for the first. All are in one output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """One of stop_token_ids; None for the model's own end token."""
+    """The one of stop_token_ids that ended the answer; None if the model's own end token did."""
     cached_tokens: int = 0
     error: str | None = None
     vector: bytes | None = None
-    """float32, little-endian, with finish_reason "stop"."""
+    """A pooling request's vector, float32, little-endian. finish_reason is then "stop"."""
     cause: ErrorCause = "engine"
     prefix: PrefixMissReport | None = None
-    """In the first output, if the prefix cache was searched."""
+    """Set in the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model does not accept images"
@@ -172,7 +180,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     backend: str
-    """Includes the reason for the choice."""
+    """Name of the attention backend, and why it was chosen."""
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -183,25 +191,25 @@ class EngineInfo(msgspec.Struct, frozen=True):
     deterministic: bool = False
     tasks: tuple[Task, ...] = ("generate",)
     notes: list[str] = []
-    """Non-default choices, one line each."""
+    """Choices that differ from the defaults, one line each."""
     quantization: str = ""
-    """Readable name; "" if unquantized."""
+    """Readable name of the quantization; "" if the weights are not quantized."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Context length that RoPE was chosen for, if it matters."""
+    """Context length for which RoPE frequencies were chosen; None if they do not depend on it."""
     context_pages: int = 1
-    """The most blocks of a full context. This and the statistics count per KV cache group, num_blocks over all
-    `page_groups`.
+    """Maximum number of blocks of a request with a full context. Here and in the statistics, each KV cache group has
+    blocks of its own; one of the `num_blocks` comprises a block for each of the `page_groups`.
     """
     state_bytes: int = 0
     kv_cache_dtype: str = "auto"
-    """auto: `dtype`."""
+    """"auto" means `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """Empty if requests may have images."""
+    """Why requests must not have images; "" if they may."""
     step_tokens: int = 0
     content: str = ""
     code: str = ""
-    """Digest of the model's files and of the code that computes."""
+    """Digest of the model's files and of the code that computes the model."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that adapters may change, for transformers' classes."""
+    """(in_features, out_features) of the linears that adapters may change, for transformers' classes."""
     caches_prefixes: bool = True

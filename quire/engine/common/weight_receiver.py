@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 class WeightReceiverMethods(ABC):
     @abstractmethod
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Returns when all have joined. Raises after `timeout` seconds."""
+        """Join the group. Returns when all members have joined; raises an error after `timeout` seconds."""
 
     @abstractmethod
     def leave(self) -> None: ...
 
     @abstractmethod
     def receive(self, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
-        """Write rank 0's broadcast tensors (name, dtype, shape) to a new file. Raises if the group breaks, which is
-        final.
+        """Write the tensors (name, dtype, shape) that rank 0 broadcasts to a new file. Raises an error if the group
+        breaks. The group cannot be used after that.
         """
 
     @abstractmethod
     def finish(self, folder: str) -> None:
-        """Write the index of all received tensors."""
+        """Write the index file of all received tensors."""

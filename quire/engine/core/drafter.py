@@ -1,4 +1,6 @@
-"""The step that computes draft tokens verifies them, so drafters change only how many tokens it yields."""
+"""The interface of drafters. The step that computes draft tokens also verifies them, so drafters change only how many
+tokens a step yields, never which.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,25 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 RequestsToDraft = Sequence[tuple[Request, int]]
-"""Requests whose tokens are all on the host, and the most useful drafts for each."""
+"""Requests whose tokens are all on the host, each with the maximum number of useful draft tokens."""
 
 
 KIND_DEFAULT = 0
-"""Higher kinds are bit lengths of n-gram matches."""
+"""Kinds above this one are bit lengths of n-gram matches."""
 KIND_FORCED = -1
-"""Nearly all are accepted, unless the model splits text or spaces JSON differently."""
+"""A token that the grammar forces. Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""Forced text. The model's last token may extend beyond it."""
+"""A token of text that the grammar forces. The model's last token may extend beyond that text."""
 NUM_PROBABILITY_BUCKETS = 10
 FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
-    """Empty if no token is worth a try."""
+    """Draft tokens for a request; empty if no token is worth a try."""
 
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One per token. Empty: all KIND_DEFAULT, or `probabilities` is set."""
+    """One kind for each token. If empty, all are KIND_DEFAULT, or `probabilities` is set."""
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -50,7 +52,7 @@ def draft_acceptance_kinds(draft: Draft) -> list[int]:
 
 
 def draft_sources(draft: Draft) -> list[int]:
-    """Indices in DRAFT_SOURCES, one per token."""
+    """Indices into DRAFT_SOURCES, one for each token."""
     return [DRAFT_SOURCES.index(_source_of_kind(kind)) for kind in draft_acceptance_kinds(draft)]
 
 
@@ -66,38 +68,38 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 
 class Drafter(ABC):
     needs_grammar = False
-    """True if only requests with a grammar are drafted for. The host must see each token of a request that is drafted
-    for before the next step.
+    """True if the drafter drafts only for requests with a grammar. The host must see each token of a request with
+    drafts before the next step.
     """
 
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """`num_step_tokens` excludes drafts."""
+        """Return a draft for each request. `num_step_tokens`: the step's tokens, without drafts."""
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
         """Learn how many drafts were accepted."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when it has finished, if it could be drafted for."""
+        """Called when a request has finished for which drafts were possible."""
 
 
 class TokenwiseDrafter(ABC):
-    """The caller decides after each draft token whether another pays."""
+    """A drafter whose caller decides after each draft token whether another one pays."""
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
-        """At most one token each, to which `draft_next_tokens` appends."""
+        """Begin drafts of at most one token each, to which `draft_next_tokens` appends."""
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """`indices`: ascending, among the last call's."""
+        """Append a token to the drafts at these indices, which must ascend and be among the last call's."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when it has finished."""
+        """Called when a request has finished."""
 
 
 class NullDrafter(Drafter):
-    """The source of a GrammarDrafter that drafts only what grammars force."""
+    """The inner drafter of a GrammarDrafter that drafts only what grammars force."""
 
     needs_grammar = True
 

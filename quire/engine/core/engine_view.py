@@ -46,7 +46,7 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
-    """Empty while the request waits; None if unknown."""
+    """A request's block table, empty while the request waits; None if the request is unknown."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None
@@ -93,7 +93,7 @@ def _request_view(request: Request, ref_counts: np.ndarray) -> RequestView:
 
 
 def merge_image_spans(spans: Iterable[MediaSpan]) -> list[tuple[int, int]]:
-    """(first token, tokens) per image."""
+    """(first token, number of tokens) of each image."""
     merged: list[tuple[int, int]] = []
     for span in spans:
         start, count = merged[-1] if merged else (0, 0)

@@ -1,9 +1,10 @@
-"""The waiting queue, ordered by priority, then fairness between tenants, then sort key.
+"""The waiting queue. It is ordered by priority, then by fairness between tenants, then by sort key.
 
 Fairness uses virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's
-counter grows by its computed tokens divided by its weight, and the waiting tenant with the smallest goes next. A tenant
-that starts to wait is raised to the smallest waiting counter, so idle time earns no credit. Unlike the paper, Quire
-preempts: one tenant's long answers could otherwise hold all slots for minutes.
+counter grows by the tokens computed for it divided by its weight, and the waiting tenant with the smallest counter is
+scheduled next. When a tenant starts to wait, its counter is raised to the smallest counter of the waiting tenants, so
+idle time earns no credit. Unlike the paper, Quire preempts, because one tenant's long answers could otherwise occupy
+all slots for minutes.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways may send endless new names. Beyond this, the least served half of the idle tenants is forgotten."""
+"""Gateways may send new tenant names without end. Beyond this number, the least served half of the idle tenants is
+forgotten.
+"""
 OUTPUT_TOKEN_COST = 2
-"""In prompt tokens, as in the paper."""
+"""Cost of an output token in prompt tokens, as in the paper."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""Steps stay short after an urgent request, so that the next one need not wait for a long step."""
+"""For this many steps after an urgent request, steps are short, so that the next urgent request need not wait for a
+long step.
+"""
 
 
 class TokenBudget:
-    """While urgent requests run or wait, all others together get as many tokens as the urgent ones generate, and at
-    least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
+    """The tokens of one step. While urgent requests run or wait, all other requests together get at most as many tokens
+    as the urgent requests generate, or MIN_LOW_PRIORITY_TOKENS if that is more. Tokens of urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -43,7 +48,7 @@ class TokenBudget:
         return min(self.remaining, max(MIN_LOW_PRIORITY_TOKENS, self._urgent_tokens) - self._low_priority_tokens)
 
     def spend(self, request: Request, count: int) -> None:
-        """A negative count gives tokens back."""
+        """Count tokens as used. A negative `count` returns tokens to the budget."""
         self.remaining -= count
         if request.engine_request.priority <= self.urgency:
             self._urgent_tokens += count if request.num_output_tokens else 0
@@ -56,12 +61,12 @@ class FairQueue:
         self._urgency = self._short_steps_left = 0
         self._served: dict[str, float] = {}
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant), in sort-key order."""
+        """Requests in sort-key order, by (priority, tenant)."""
         self._last_served = 0.0
-        """A tenant's counter starts here if no other tenant waits."""
+        """A tenant's counter starts at this value if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be split, so steps cannot be short."""
+        """`whole_prompts`: prompts cannot be split, so the step cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -73,7 +78,7 @@ class FairQueue:
         return budget
 
     def sort_key(self, request: Request) -> tuple[int, float, tuple[float, int]]:
-        """Smallest first. Preemption begins with the largest."""
+        """The request with the smallest key is scheduled first; the one with the largest is preempted first."""
         return (
             request.engine_request.priority,
             self._served.get(request.engine_request.tenant, self._last_served),
@@ -106,8 +111,9 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """In order. A candidate is less urgent, or has a larger sort key and a tenant that would still run at least as
-        many requests per weight as the waiting tenant. So no preemption provokes another in return.
+        """Requests that `waiting_request` may preempt, in order. Each is less urgent, or has a larger sort key and a
+        tenant that without it would still run at least as many requests per weight as the waiting tenant. Therefore no
+        preemption provokes another one in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -132,22 +138,22 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """0: the request needs no adapter."""
+        """Slot of the request's adapter; 0 if the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
     def release_adapter(self, request: Request) -> None:
-        """The request has ended and does not wait."""
+        """Note that the request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Return failed requests with reasons. The caller must remove them."""
+        """Return waiting requests whose adapter failed to load, with the reasons. The caller must remove them."""
         return ()
 
     def wait_for_loads(self) -> None:
-        """Called when there is nothing to compute."""
+        """Wait briefly for adapter loads. Called when there is nothing to compute."""
 
     def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         served = self._served.get(request.tenant, self._last_served)

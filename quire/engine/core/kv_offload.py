@@ -22,7 +22,7 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """These came too fast for any tier."""
+        """Number of blocks that came too fast for all tiers."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -30,33 +30,33 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def offload_blocks_before_free(self, request: Request) -> None:
-        """Store a request's blocks."""
+        """Store a request's blocks before they are freed."""
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for blocks beyond the device's `cached` ones. No queue holds it until
-        `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
+        """Return True if the request must wait for blocks that follow the device's `cached` blocks. Such a request is
+        in no queue until `take_loaded_requests` returns it. The pool must have enough free blocks for all its tokens.
         """
 
     @abstractmethod
     def take_loaded_requests(self) -> Sequence[Request]:
-        """Requests that need not wait any longer."""
+        """Return the requests that need not wait any longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
-        """The request has ended, perhaps while waiting."""
+        """Note that the request has ended, perhaps while it waited."""
 
     @abstractmethod
     def wait_for_loads(self) -> None:
-        """Waits briefly. Called only while there is nothing to compute."""
+        """Wait briefly for loads. Called only while there is nothing to compute."""
 
     @abstractmethod
     def take_load_records(self) -> list[BlockLoadRecord]:
-        """Loads since the last call."""
+        """Return the loads since the last call."""
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """Learn what computing tokens costs."""
+        """Learn how long the computation of this many tokens takes."""
 
     @abstractmethod
     def clear_tiers(self) -> None:
@@ -67,4 +67,4 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def close_tiers(self) -> None:
-        """Store blocks on their way, then end the threads."""
+        """Store the blocks that are still queued, then end the threads."""

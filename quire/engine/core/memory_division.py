@@ -1,4 +1,4 @@
-"""Divides an engine's device memory by use, for the live view."""
+"""Divides an engine's device memory by use, for the live page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """Divides the memory of the machine, or of the process's control group. None if unknown."""
+    """Divide the memory of the machine, or of the process's control group. None if its size is unknown."""
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None
@@ -24,7 +24,9 @@ def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView 
 
 
 def divide_gpu_memory(*, total: int, free: int, allocator: int, weights: int, kv: int) -> MemoryView:
-    """`allocator`: bytes that PyTorch holds. Weights count up to this at most, because they may lie elsewhere."""
+    """`allocator`: bytes that PyTorch's allocator reserves. Weights count only up to this number, because some may be
+    in other memory.
+    """
     weights = min(weights, allocator)
     kv = min(kv, allocator - weights)
     runtime = max(total - free - allocator, 0)
@@ -38,8 +40,8 @@ def divide_gpu_memory(*, total: int, free: int, allocator: int, weights: int, kv
 def divide_host_memory(
     *, total: int, available: int, resident: int, resident_at_start: int, weights: int, kv: int
 ) -> MemoryView:
-    """`resident`: the process's bytes in RAM; `resident_at_start`: when the engine was ready. KV blocks take RAM only
-    once used, but never count as free.
+    """`resident`: the process's bytes in RAM now; `resident_at_start`: the same when the engine became ready. KV blocks
+    take RAM only once they are used, but never count as free.
     """
     others = min(max(total - available - resident, 0), total)
     weights = min(weights, total - others)

@@ -24,18 +24,18 @@ class ScheduledChunk:
 class RequestStatus(Enum):
     WAITING = "waiting"
     LOADING = "loading"
-    """Waits for blocks from a tier."""
+    """The request waits for blocks from a tier."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class Request:
-    """A running request; only the scheduler changes it.
+    """An engine request while the scheduler runs it. Only the scheduler changes it.
 
-    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request is
-    caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last
-    token and samples another. Until verified, draft tokens count as computed and in flight but are not in `token_ids`,
-    so they are neither hashed nor shared.
+    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. If
+    num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1, the request has caught up: the next step computes
+    the last token and samples another one. Until they are verified, draft tokens count as computed and in flight but
+    are not in `token_ids`, so they are neither hashed nor shared.
     """
 
     def __init__(
@@ -48,14 +48,16 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`pools_all_tokens`: embeddings need all hidden states, so the prefix cache is unusable."""
+        """`pools_all_tokens`: pooling needs the hidden states of all tokens, so pooling requests cannot use the prefix
+        cache.
+        """
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
         self.priority_key = (engine_request.priority, *self.sort_key)
         self.max_output_tokens = limit
-        """0 for pooling."""
+        """0 for pooling requests."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING
@@ -64,15 +66,15 @@ class Request:
         self.slot: int | None = None
         self.block_ids: list[int] = []
         self.num_trimmed_tokens = 0
-        """Blocks outside this position's window are freed."""
+        """Position of the last trim. Blocks that are outside the window there have been freed."""
         self.num_sent_blocks = 0
-        """Blocks that the device knows."""
+        """Number of blocks that the device has been told about."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
         self.num_cached_tokens: int | None = None
-        """None before the first start."""
+        """None until the request first starts."""
         self.num_charged_tokens = 0
-        """Recomputing these prompt tokens is free after a preemption."""
+        """Number of prompt tokens charged to the tenant. Computing them again after a preemption costs nothing."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -89,7 +91,9 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's function that raises or returns something else than a number."""
+        """Set the sort key to place(request). Return an error if `place`, which may be a user's function, raises or
+        returns no number.
+        """
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -115,7 +119,9 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """0 while all possible output is in flight, or the host must see a token first."""
+        """Number of known tokens that are not computed. 0 while all possible output is in flight, and while the host
+        must see a token first.
+        """
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
         ):
@@ -123,8 +129,9 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Large images are encoded over several steps. A bidirectional span is never split: it waits for the next step
-        or, if it is first and encoded, exceeds `max_tokens`.
+        """The part of the pending tokens that the next step computes. Large images are encoded over several steps. A
+        bidirectional span is never split: it waits for the next step or, if the step would begin with it and its image
+        is encoded, exceeds `max_tokens`.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -156,7 +163,7 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """0 unless this image is being encoded."""
+        """How far the image is encoded; 0 unless this image is the one being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -164,12 +171,12 @@ class Request:
         )
 
     def mark_encoded(self, chunks: Sequence[EncoderChunk]) -> None:
-        """`chunks`: at least one."""
+        """`chunks` must not be empty."""
         self._encoded_digests.update(each.digest for each in chunks if each.is_last)
         self._current_encoder_chunk = chunks[-1]
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
-        """`size` must be the same in all calls."""
+        """Hashes of the first `count` blocks of `size` tokens. `size` must be the same in all calls."""
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
@@ -192,7 +199,7 @@ class Request:
         return ("length", None) if self.num_output_tokens >= self.max_output_tokens else (None, None)
 
     def reset_to_waiting(self) -> None:
-        """Tokens in flight still arrive."""
+        """Prepare for a restart after preemption. Tokens in flight still arrive."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.slot = None
@@ -205,12 +212,14 @@ class Request:
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """Prefixes with different salts or adapters never match. `adapter`: hex digest."""
+    """The hash before the first block. Prefixes with different salts or adapters never match. `adapter` is a hex
+    digest.
+    """
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """16 bytes, for these tokens and all before them."""
+    """A 16-byte hash of these tokens and, by `parent`, of all tokens before them."""
     return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 

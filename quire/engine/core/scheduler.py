@@ -1,10 +1,11 @@
-"""Decides what each step computes, by one rule: a request's computed tokens catch up with its known tokens.
+"""Decides what each step computes. One rule decides: a request's computed tokens catch up with its known tokens.
 
-Decodes go first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix cache hits,
-mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
+Decodes are scheduled first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix
+cache hits, mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
 
-`schedule()` may run ahead of `update_from_output()`: a step counts as computed once scheduled, and appends its tokens
-when applied. Devices run steps in scheduling order, so freed blocks may be reallocated while a step is in flight.
+`schedule()` may run ahead of `update_from_output()`: a step counts as computed once it is scheduled, and its sampled
+tokens are appended when it is applied. Devices run steps in scheduling order, so freed blocks may be reallocated while
+a step is in flight.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """A request that may draft is never scheduled ahead of its results."""
+        """A request that may have drafts is never scheduled before the results of its last step are applied."""
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -61,7 +62,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """True if a running request's last token must reach the host before its next step."""
+        """True if the last token of a running request must reach the host before that request's next step."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -83,15 +84,17 @@ class Scheduler:
         )
 
     def find_request(self, request_id: str) -> Request | None:
-        """None for an unknown id."""
+        """None if the id is unknown."""
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may override it."""
+        """Return where a request stands in its queue. Within a priority and tenant, the smallest number goes first. A
+        class named by --scheduler-cls may override this method.
+        """
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Outputs an error if the request can never fit."""
+        """Queue a request, or an error output if the request can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
             self._queue_error_output(
@@ -107,7 +110,7 @@ class Scheduler:
             return
         drafter, params = self._drafter, engine_request.sampling_params
         drafting = drafter is not None and params is not None and not (drafter.needs_grammar and params.grammar is None)
-        is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
+        is_pipelined = self._config.micro_batches > 1  # the first stage must have a token before it can compute it
         has_grammar = params is not None and params.grammar is not None
         request = Request(
             engine_request,
@@ -134,14 +137,14 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """Ignores unknown ids."""
+        """End a request with finish_reason "abort". Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
-        """Called only while there is nothing to compute."""
+        """Wait briefly for blocks or adapters. Called only while there is nothing to compute."""
         if self.kv_offloader is not None and self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
@@ -152,7 +155,7 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput | None:
-        """The step counts as computed from now on. None if there is nothing to compute."""
+        """Plan a step, which counts as computed from now on. None if there is nothing to compute."""
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
             self._queue_error_output(waiting_request.engine_request, why)
@@ -186,7 +189,7 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Apply steps in scheduling order."""
+        """Apply a step's output. Steps must be applied in scheduling order."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:
@@ -194,7 +197,8 @@ class Scheduler:
             if request is None:
                 continue
             if request.prompt_logprobs_pending:
-                # a preempted prompt may be recomputed in other chunks
+                # A preempted prompt may be computed again in different chunks, so skip the positions that are already
+                # recorded.
                 num_known = len(request.prompt_logprobs) - scheduled_request.start
                 request.prompt_logprobs += model_output.prompt_logprobs.get(scheduled_request.request_id, [])[
                     max(num_known, 0) :
@@ -213,7 +217,9 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """A step's own blocks cannot be reused, so this runs before it is planned."""
+        """Preempt running requests for the first waiting request. This runs before a step is planned, because the
+        step's own blocks cannot be reused.
+        """
         request = self._waiting.peek()
         if (
             request is None
@@ -228,7 +234,7 @@ class Scheduler:
             if lacking > 0 or not (self._free_slots or victims):
                 victims.append(victim)
                 lacking -= self.kv_cache_manager.num_exclusive_blocks(victim)
-        for victim in victims if lacking <= 0 else ():  # otherwise victims would lose blocks in vain
+        for victim in victims if lacking <= 0 else ():  # if victims free too few blocks, preempting them is useless
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
@@ -267,12 +273,13 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Never preempts."""
+        """Start waiting requests while slots, blocks and the budget suffice. This never preempts."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
             cached = self.kv_cache_manager.get_computed_blocks(request)
-            # Blocks for all tokens, not just this step's, or it would be preempted half-way.
+            # There must be blocks for all tokens, not only for this step's. Otherwise the request would be preempted
+            # half-way.
             too_long = self._config.whole_prompts and len(request.token_ids) > max_tokens
             if (
                 max_tokens <= 0
@@ -321,7 +328,9 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Chunks already have their blocks, so drafts cause no preemption."""
+        """Draft for requests whose known tokens this step computes. Their chunks already have blocks, so drafts cause
+        no preemption.
+        """
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -346,7 +355,9 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Full blocks can be shared within this step, because each layer stores keys and values before it attends."""
+        """Count the chunk as computed and cache its full blocks. Other requests of the same step can share them,
+        because each layer stores keys and values before it attends.
+        """
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
         num_drafts = len(draft.token_ids)
@@ -354,7 +365,7 @@ class Scheduler:
             request.max_output_tokens > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
         )
         new_blocks = request.block_ids[request.num_sent_blocks :]
-        if NULL_BLOCK in new_blocks:  # never read, but must be a valid block id
+        if NULL_BLOCK in new_blocks:  # such blocks are never read, but the device needs valid ids
             new_blocks = [max(block, 0) for block in new_blocks]
         if chunk.encoder_chunks:
             request.mark_encoded(chunk.encoder_chunks)
@@ -377,7 +388,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Count prompt tokens from `start` on that are now computed. Charge the tenant once per token."""
+        """Count the prompt tokens from `start` on that are now computed, and charge the tenant once for each token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

@@ -16,17 +16,17 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
     long_prefill_token_threshold: int | None = None
-    """Per request and step; None: no limit."""
+    """Maximum prompt tokens of a request per step; None if unlimited."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     hash_block_size: int | None = None
-    """A divisor of block_size, its default."""
+    """A divisor of block_size; None means block_size."""
     whole_prompts: bool = False
-    """Never split prompts, as encoders require."""
+    """True if prompts must not be split, as encoders require."""
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1
-    """Pipeline depth. Steps in flight have disjoint requests, except chunks of one prompt."""
+    """Number of pipeline stages. Steps in flight have disjoint requests, except chunks of one prompt."""
     snapshots: SnapshotConfig | None = None
     waits_for_grammar_tokens: bool = True
     """True: a request with a grammar is scheduled only once the host knows its last token. False: its forward pass is

@@ -15,7 +15,7 @@ Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
     name: str
     pages: int = 0
-    """0 if unknown."""
+    """Number of blocks in the tier; 0 if unknown."""
     bytes: int = 0
     fetched_pages: int = 0
     fetched_tokens: int = 0
@@ -27,7 +27,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """The tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Adds the counters of earlier engines; gauges stay."""
+        """Add the counters of an earlier engine. Gauges are not added."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -35,7 +35,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
 class _Counters(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Excludes cached tokens."""
+    """Prompt tokens that were computed, without cached tokens."""
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
@@ -43,21 +43,21 @@ class _Counters(msgspec.Struct, array_like=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """Indexed by position in the draft."""
+    """Number of accepted drafts by position in the draft."""
     draft_tokens_by_source: list[int] = []
-    """Indexed like DRAFT_SOURCES."""
+    """Number of draft tokens by source, indexed as DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
     prefix_queries: int = 0
     prefix_hits: int = 0
     kept_sessions: int = 0
     session_returns: int = 0
-    """Prompts that continue a conversation."""
+    """Number of prompts that continued a conversation."""
     session_return_tokens: int = 0
     sessions_given_up: int = 0
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the start. `saved_blocks`: freed by sliding windows."""
+    """Gauges, and counters since the start. `saved_blocks`: blocks that sliding windows have freed."""
 
     running: int = 0
     waiting: int = 0
@@ -69,11 +69,11 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     load_seconds: float = 0.0
     pages_lost: int = 0
     prefix_unit: int = 0
-    """Cached prefixes are multiples of this many tokens; 0: cache off."""
+    """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
-    """Only the first rank counts, with weights on disk (OffloadCounts)."""
+    """Expert counters are set only by the first rank, and only with weights on disk (OffloadCounts)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -94,12 +94,12 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
 
 def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Elementwise. A missing element is 0."""
+    """Add elementwise. A missing element counts as 0."""
     return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
-    """Of draft tokens, indexed as DRAFT_SOURCES."""
+    """Number of draft tokens by source, indexed as DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -126,12 +126,12 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
-"""Fields that only grow."""
+"""Fields that never decrease."""
 _COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_source")
 
 
 class LiveCounters(_Counters):
-    """Lists are replaced, never changed, because EngineStats shares them."""
+    """An engine's counters. Lists are replaced and never changed, because EngineStats shares them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -165,25 +165,27 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """KV cache groups, interleaved in the table."""
+    """Number of KV cache groups, which the table interleaves."""
     computed_tokens: int
     num_blocks: int
     block_ids: list[int]
-    """At most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
+    """The first MAX_LISTED_BLOCKS ids; -1 for a block that was freed because it left the window."""
     ref_counts: list[int]
     cached: list[bool]
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """Bytes of one engine's device. `total` is the sum of the other fields."""
+    """Memory of one engine's device in bytes. `total` is the sum of the other fields."""
 
     total: int
     weights: int
     kv: int
     activations: int
-    """On a GPU, the rest of PyTorch's allocator. On the host, the process's growth since it was ready."""
+    """On a GPU, what PyTorch's allocator has besides weights and KV cache. On the host, the process's growth since the
+    engine became ready.
+    """
     runtime: int
-    """On a GPU, CUDA's own memory and other programs. On the host, Python and libraries."""
+    """On a GPU, memory of CUDA itself and of other programs. On the host, memory of Python and libraries."""
     others: int
     free: int
 
@@ -191,21 +193,21 @@ class MemoryView(msgspec.Struct, frozen=True):
 class EngineView(msgspec.Struct, frozen=True):
     stats: EngineStats
     requests: list[RequestView]
-    """Running, then waiting; at most MAX_LISTED_REQUESTS."""
+    """Running requests, then waiting ones; at most MAX_LISTED_REQUESTS."""
     block_codes: bytes
-    """zlib-compressed little-endian uint16 per block: 0 empty, 1 cached and unreferenced, 0x8000 + n shared by n
-    requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index.
+    """A little-endian uint16 for each block, zlib-compressed. 0: empty; 1: cached without references; 0x8000 + n:
+    shared by n requests; 0x7fff: used by a request that is not listed; otherwise 2 + the index of its request.
     """
     resident_bytes: int
     """0 if unknown."""
     seconds: float
     memory: list[MemoryView] = []
-    """One per engine; empty if unknown."""
+    """One for each engine; empty if unknown."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are in seconds of time.monotonic(). The garbage collector must track no field, because with 100,000 records
-    it held up the event loop for milliseconds.
+    """What a step computed, and when. Times are in seconds of time.monotonic(). No field is tracked by the garbage
+    collector, because with 100,000 tracked records it delayed the event loop by milliseconds.
     """
 
     number: int
@@ -217,14 +219,14 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requests: int
     num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
-    """(request, first token, tokens), except plain decodes."""
+    """(request id, first token, number of tokens) of all requests except plain decodes."""
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
-    """(request, tier, tokens, began, ended), before the step."""
+    """(request id, tier, number of tokens, begin, end) of loads before the step."""
     drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """(request, sources of its draft tokens). An output has one token more than were accepted."""
+    """(request id, source of each draft token). The request's output has one token more than were accepted."""
     adapter_loads: tuple[tuple[str, float], ...] = ()
-    """(adapter, seconds that the step waited)."""
+    """(adapter, seconds that the step waited for it)."""
     num_generated_tokens: int = 0
     used_cuda_graph: bool = False
 
@@ -236,7 +238,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
+    """`times`: time.monotonic() when the step began, was scheduled, was computed and was applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)

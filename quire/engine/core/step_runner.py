@@ -23,10 +23,11 @@ class _LaunchedStep:
 
 
 class StepRunner:
-    """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
-    condition is found one step late. If a request needs its tokens on the host, the oldest step is applied first.
-    Otherwise the request would miss every other step. A request with a grammar needs them only to sample: its forward
-    pass is launched ahead, and `sample_tokens` follows when the step before is applied.
+    """Runs steps. `steps_ahead`: number of steps in flight while the next one is scheduled. With 1, the device never
+    waits for Python, but a stop condition is found one step late. If a request needs its tokens on the host, the oldest
+    step is applied before the next is scheduled; otherwise the request would miss every other step. A request
+    with a grammar needs them only to sample: its forward pass is launched ahead, and `sample_tokens` follows once the
+    step before is applied.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -37,7 +38,7 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
-        """None if the last run_step() applied no step."""
+        """Record of the step that the last run_step() applied; None if it applied none."""
 
     @property
     def has_work(self) -> bool:
@@ -88,6 +89,6 @@ class StepRunner:
 
 
 def _new_request_ids(scheduler_output: SchedulerOutput) -> list[str]:
-    """New, or resumed after preemption."""
+    """Ids of requests that start in this step or resume after preemption."""
     slots = {new_request.slot for new_request in scheduler_output.new_requests}
     return [row.request_id for row in scheduler_output.scheduled_requests if row.slot in slots] if slots else []

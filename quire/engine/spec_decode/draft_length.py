@@ -32,10 +32,10 @@ PRIOR_ACCEPTANCE_OF_KIND = {
     6: 0.96,
     7: 0.97,
 }
-"""Approximate; measured with SmolLM2 on rewritten texts and JSON."""
+"""Approximate rates, measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 UNTRIED_DECAY = 0.99
-"""Bad kinds are tried again eventually."""
+"""The tried counts of kinds that are not drafted decay, so that bad kinds are eventually tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StepCosts:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Tokens after a rejected one do not count as tried."""
+    """Accepted and tried draft tokens, both decaying. Tokens after a rejected one do not count as tried."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
@@ -73,9 +73,9 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """Keyed by kind."""
+        """Rates over all requests, keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """Keyed by request id, then kind."""
+        """Rates of each request, keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         if kind >= FIRST_BUCKET_KIND:
@@ -85,11 +85,11 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """Probability that each token and all before it are accepted."""
+        """For each token, the probability that it and all tokens before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """`num_verified`: accepted tokens. The next token, if any, was rejected."""
+        """`num_verified`: number of accepted tokens. The token after them, if any, was rejected."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -116,7 +116,7 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of tokens in flight, keyed by request id."""
+        """Kinds of the draft tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -126,13 +126,13 @@ class TrackingDrafter(Drafter):
 
 
 class AdaptiveLengthDrafter(TrackingDrafter):
-    """Cuts another drafter's drafts to maximize tokens per second."""
+    """Shortens another drafter's drafts to maximize tokens per second."""
 
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: costs of drafting a token for every request. None: drafting is free, and lengths are chosen
-        afterwards.
+        """`draft_costs`: time to draft one token for a number of requests. If None, drafting is free, and lengths are
+        chosen after drafting.
         """
         super().__init__(drafter, max_drafts, step_costs)
         self.needs_grammar = drafter.needs_grammar
@@ -180,10 +180,10 @@ class AdaptiveLengthDrafter(TrackingDrafter):
 def choose_draft_lengths(
     probabilities: Sequence[Sequence[float]], num_step_tokens: int, costs: StepCosts, token_seconds: float = 0.0
 ) -> list[int]:
-    """Maximize tokens per second of a step with `num_step_tokens` other tokens.
+    """Choose lengths that maximize the tokens per second of a step with `num_step_tokens` other tokens.
 
-    `probabilities`: for each draft token, the probability that it and all before it are accepted. `token_seconds`: time
-    to draft one.
+    `probabilities`: for each draft token, the probability that it and all draft tokens before it are accepted.
+    `token_seconds`: time to draft one token.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

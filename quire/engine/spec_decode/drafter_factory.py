@@ -14,9 +14,9 @@ from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
 MeasuredCosts = Sequence[tuple[int, float]]
-"""(tokens, seconds) of steps, ascending."""
+"""(number of tokens, seconds) of steps, by ascending number of tokens."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
-"""Hardly any cost is too high, because forced tokens must be computed anyway."""
+"""Costs of steps if none were measured. They hardly matter, because forced tokens must be computed anyway."""
 
 
 def choose_drafter(
@@ -25,8 +25,8 @@ def choose_drafter(
     model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
-    """`config` None: draft only forced tokens, which is free without a grammar. `model`: a drafter with a draft model
-    or heads, and its step costs.
+    """If `config` is None, only forced tokens are drafted, which costs nothing without a grammar. `model`: a drafter
+    with a draft model or heads, and its step costs.
     """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS

@@ -27,10 +27,10 @@ _MAX_FORCED_TEXT_BYTES = 256
 @dataclass(slots=True)
 class _GrammarState:
     matcher: LLMatcher | None
-    """None if it cannot follow the answer."""
+    """None if the grammar's matcher cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """The run may have thousands of tokens."""
+    """Tokens that the grammar forces next; there may be thousands."""
     num_matched: int = 0
     num_from_source: int = 0
 
@@ -53,8 +53,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens, such as keys of a JSON
-    schema. Assumes a space after JSON's commas and colons.
+    """Cuts another drafter's drafts at the first token that the grammar forbids, and adds tokens that the grammar
+    forces, such as keys of a JSON schema. JSON is drafted with a space after commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -98,13 +98,13 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """None if the request has no grammar."""
+        """Consume the answer's new tokens. None if the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
             try:
                 state = _GrammarState(self._compiler().new_matcher(with_usual_whitespace(grammar)))
-            except QuireError:  # the answer reports it
+            except QuireError:  # the answer itself reports the error
                 state = _GrammarState(None)
             self._states[request.engine_request.id] = state
         state.consume_answer(request.token_ids[request.num_prompt_tokens + state.num_consumed :], self._compiler)
@@ -114,7 +114,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens, then allowed draft tokens, then the tokens that are forced after them."""
+    """Join forced tokens, then allowed draft tokens, then tokens that are forced after those."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
@@ -142,7 +142,9 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """The answer's last token may continue beyond the forced text."""
+    """Tokens of the text that the grammar forces. The answer may instead have a last token that extends beyond that
+    text.
+    """
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
@@ -154,7 +156,7 @@ def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: 
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """The token may lack spaces that the grammar forces. If False, the matcher is unusable."""
+    """Consume a token, which may lack spaces that the grammar forces. If this returns False, the matcher is unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

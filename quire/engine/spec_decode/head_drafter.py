@@ -10,7 +10,7 @@ from quire.engine.spec_decode.model_drafter import DraftBlockLayout
 
 class DraftHeads(Protocol):
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Each row limits its tokens."""
+        """Return for each row at most `num_drafts` tokens."""
 
 
 class HeadDrafter(Drafter):

@@ -1,4 +1,6 @@
-"""Under load only nearly certain drafts pay: those after long matches. Other requests only probe now and then."""
+"""Drafts less under load. Then only nearly certain drafts pay, which are those after long matches. Other requests draft
+only now and then, as a probe.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from quire.engine.spec_decode.draft_length import StepCosts
 PROBE_INTERVAL = 8
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
-"""Break-even acceptance probability."""
+"""The engine counts as loaded if drafts pay only from this acceptance probability on."""
 
 
 class LoadAwareDrafter(Drafter):
@@ -43,7 +45,9 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
+        """True at every PROBE_INTERVAL-th token, in different steps for different requests, and after a verified draft.
+        Requests with a grammar always draft, because forced tokens are certain.
+        """
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due
@@ -53,11 +57,11 @@ class LoadAwareDrafter(Drafter):
 
 
 def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
-    """Lowest acceptance probability at which 1 to MAX_DRAFTS drafts pay."""
+    """Lowest acceptance probability at which some number of drafts, from 1 to MAX_DRAFTS, pays."""
     step_seconds = costs.estimate_seconds(num_step_tokens)
     measured_counts = [
         count - num_step_tokens for count in costs.num_tokens if 1 < count - num_step_tokens < MAX_DRAFTS
-    ]  # costs are linear between these
+    ]  # costs are linear between these counts
     return min(
         num_requests * (costs.estimate_seconds(num_step_tokens + num_drafts) / step_seconds - 1.0) / num_drafts
         for num_drafts in (1, *measured_counts, MAX_DRAFTS)

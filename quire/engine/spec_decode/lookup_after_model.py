@@ -1,5 +1,5 @@
-"""A lookup continues the drafts of a model or of heads: the model finds the next words, and the lookup what follows
-them in quotations.
+"""Continues the drafts of a model or of heads with a lookup. The model finds the next words, and the lookup finds what
+follows them in quotations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from quire.engine.spec_decode.ngram_drafter import LookupDrafter
 class _PendingDraft:
     num_from_model: int
     kinds: list[int]
-    """Sources are compared, not the model's probabilities, so its kinds are all KIND_DEFAULT."""
+    """The model's tokens all have KIND_DEFAULT here, because only sources are compared, not the model's probabilities.
+    """
 
 
 class LookupAfterModelDrafter(Drafter):
-    """Does not ask the model if the lookup's tokens are accepted at least as often."""
+    """Joins the model's draft and the lookup's. The model does not draft if the lookup's tokens are accepted at least
+    as often.
+    """
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter`: of the model, limits its own tokens. `max_drafts`: per request and step, of both."""
+        """`drafter` drafts with the model, and limits its own tokens. `max_drafts`: maximum per request and step, of
+        both together.
+        """
         self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
         self._lookup = lookup
@@ -62,7 +67,9 @@ class LookupAfterModelDrafter(Drafter):
         self._lookup.forget_request(request)
 
     def _prefers_lookup(self, request: Request, lookup_draft: Draft) -> bool:
-        """The unused source counts as untried, so that it gets another chance."""
+        """True if the lookup's tokens are accepted at least as often as the model's. The source that is not used counts
+        as untried, so that it gets another chance.
+        """
         if not lookup_draft.token_ids:
             return False
         kind = lookup_draft.kinds[0]

@@ -1,5 +1,5 @@
 """Drafts by a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
-that sampled tokens agree too. Its KV blocks have the served model's ids.
+that its sampled tokens match the served model's, too. Its KV blocks have the same ids as the served model's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.engine.core.request import Request
 
 class DraftModel(Protocol):
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Drafts only for rows that want a token."""
+        """Compute all rows. Return a token for each row with `wants_draft`."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """`keep`: indices into the rows of the last call."""
+        """Return another token for some rows of the last call. `keep`: their indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DraftBlockLayout:
     block_size: int
     hash_block_size: int
     first_spare_block: int
-    """Each slot has `num_spare_blocks` from here on, for drafts."""
+    """Each slot has `num_spare_blocks` for drafts, starting here with slot 0's."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -38,19 +38,19 @@ class DraftBlockLayout:
         return range(first, first + self.num_spare_blocks)
 
     def block_table(self, block_ids: list[int], slot: int) -> list[int]:
-        """The request's blocks, then the slot's spare ones."""
+        """The request's blocks, followed by the slot's spare blocks."""
         return [*block_ids, *self.spare_blocks(slot)]
 
 
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Number of leading tokens that are computed. All were known at that time."""
+    """Number of leading tokens that the draft model has computed. None of them was a draft."""
     drafts: list[int]
     block_ids: list[int]
-    """The request's own list, which preemption replaces."""
+    """The request's own list object. Preemption replaces it, which shows that the blocks are gone."""
     num_sent_blocks: int
-    """How many of `block_ids` the model's slot has."""
+    """Number of `block_ids` that the draft model's slot has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ModelDrafter(TokenwiseDrafter):
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
-        """Request ids keyed by slot."""
+        """Id of the request in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
         self._open_drafts: list[_OpenDraft] = []
 
@@ -107,7 +107,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """The tokens count as computed from now on."""
+        """Plan the tokens that the draft model must compute. They count as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -118,9 +118,7 @@ class ModelDrafter(TokenwiseDrafter):
             if state is None
             else _num_tokens_with_matching_drafts(state, request)
         )
-        if (
-            state is None and num_computed == num_known
-        ):  # a new slot starts after a full block, because blocks hold states
+        if state is None and num_computed == num_known:  # blocks hold states, so a new slot starts after a full block
             num_computed -= self._blocks.block_size
         start = min(num_computed, num_known - 1)
         count = min(num_known - start, budget)
@@ -164,7 +162,9 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """The last blocks may also hold drafts after tokens [begin, end)."""
+        """Record the hashes of blocks filled by tokens [begin, end). The last blocks may also contain drafts after
+        these tokens, so they have no hash.
+        """
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
             self._hash_of_block.pop(block, None)
@@ -175,7 +175,7 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """Tokens known when the draft model ran, and correct drafts after them."""
+    """Number of tokens known when the draft model ran, plus the correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:
@@ -185,7 +185,9 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Drops logprobs, and the grammar, which would have to follow drafts that may be wrong."""
+    """The request's parameters, without logprobs, and without the grammar, which would have to follow drafts that may
+    be wrong.
+    """
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

@@ -1,5 +1,5 @@
-"""Drafts copied from earlier text with the same last tokens: from the request (prompt lookup, Saxena, 2023), or also
-from recent answers (suffix decoding, Oliaro et al., 2024).
+"""Drafts copied from earlier text that has the same last tokens. NgramDrafter searches the request itself (prompt
+lookup, Saxena, 2023), SuffixDrafter also recent answers (suffix decoding, Oliaro et al., 2024).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NGRAM_LENGTHS = (1, 2, 4, 8)
 MAX_CANDIDATES = 8
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
-"""Indexing these takes about 5 ms."""
+"""Indexing this many tokens takes about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Up to twice as many are held."""
+"""Tokens of one index of recent answers. There are two, so up to twice as many are stored."""
 MAX_SHARED_SALTS = 64
 
 
@@ -29,20 +29,20 @@ class MatchPosition(NamedTuple):
 
 
 class NgramIndex:
-    """Maps n-grams to positions after them, numbered through all texts."""
+    """Maps n-grams to the positions after them. Positions are numbers that count through all texts."""
 
     def __init__(self, min_ngram: int) -> None:
-        # Numbers take a third of the time of objects, which is mostly garbage collection. N-grams are stored as hashes;
-        # comparing positions detects collisions.
+        # Numbers take a third of the time that objects take, most of which is garbage collection. N-grams are stored as
+        # hashes; collisions are detected when texts at the positions are compared.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """Keyed by n-gram length, then hash."""
+        """Keyed by length of the n-gram, then by its hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Only the last text may grow."""
+        """Add n-grams that end in [begin, end). Only the text added last may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -58,7 +58,7 @@ class NgramIndex:
                     positions[key] = [stored, first + at]
 
     def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
-        """Positions after the longest known n-gram that ends `text`, latest first."""
+        """Positions after the longest known n-gram that ends `text`, the latest position first."""
         for length, positions in self._positions.items():
             if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
                 latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]
@@ -71,7 +71,7 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Also returns the match's length."""
+    """Return the position with the longest match, and the match's length."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -88,7 +88,9 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """Starts over after the end of the text and of `drafted`, because the text may be repeating."""
+    """Copy the tokens after the match. After the end of the text and of `drafted`, the copy starts over, because the
+    text may be repeating.
+    """
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:
@@ -99,7 +101,7 @@ def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: S
 class LookupDrafter(Drafter):
     @abstractmethod
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
-        """`ending`: last tokens of the request and of its draft."""
+        """Index the request's new tokens and search. `ending`: last tokens of the request and of its draft."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
@@ -117,7 +119,7 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens) keyed by request id."""
+        """(index, number of indexed tokens), keyed by request id."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
@@ -131,13 +133,13 @@ class NgramDrafter(LookupDrafter):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Also searches recent answers that have the same cache salt."""
+    """Searches the request and recent answers that have the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """By cache salt, least recently used first."""
+        """Keyed by cache salt, least recently used first."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         recent = self._recent.get(request.engine_request.cache_salt)
@@ -147,7 +149,7 @@ class SuffixDrafter(LookupDrafter):
 
     def forget_request(self, request: Request) -> None:
         self._prompt_drafter.forget_request(request)
-        if not request.num_output_tokens:  # pooling, or aborted without an answer
+        if not request.num_output_tokens:  # a pooling request, or one aborted without an answer
             return
         salt = request.engine_request.cache_salt
         recent = self._recent.pop(salt, None) or _RecentAnswers(self._min_ngram)
@@ -158,7 +160,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 class _RecentAnswers:
-    """When the newer index is full, it replaces the older."""
+    """Two indices of answers. When the newer one is full, it replaces the older."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram

@@ -76,10 +76,10 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         spent_seconds: float,
         num_step_tokens: int,
     ) -> list[int]:
-        """Chooses drafts for which one more token raises tokens per second.
+        """Choose drafts for which one more token raises tokens per second.
 
-        `last_probabilities`: the probability that each whole draft is accepted; 0 if it must not grow. `spent_seconds`:
-        drafting time so far.
+        `last_probabilities`: for each draft, the probability that the whole draft is accepted; 0 if it must not grow.
+        `spent_seconds`: time spent on drafting in this step.
         """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)

@@ -1,7 +1,7 @@
-"""KV blocks: reference counts, and the prefix cache's map from hashes to blocks.
+"""KV blocks: their reference counts, and the prefix cache's map from hashes to blocks.
 
-A block larger than `hash_block_size` is also found by the hashes of its beginnings. Free blocks keep their content
-until reallocated: first blocks without hashes, then the least recently freed, then pinned ones.
+A block larger than `hash_block_size` can also be found by the hashes of its beginnings. Free blocks keep their content
+until they are reallocated: first blocks without hashes, then the least recently freed blocks, and pinned blocks last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 NULL_BLOCK = -1
-"""Replaces a block that left the attention window."""
+"""Replaces the id of a block that left the attention window."""
 
 
 def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
@@ -19,13 +19,13 @@ def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """Ids are 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
+    """The blocks of one engine, with ids 0 to num_blocks - 1. Not thread-safe, because only the scheduler uses it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """NumPy reads these counts."""
+        """An array, which NumPy can read without a copy."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
@@ -35,7 +35,7 @@ class BlockPool:
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
         """Called with the hashes of an evicted block."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Called with blocks about to be overwritten."""
+        """Called with the ids of blocks that are about to be overwritten."""
 
     @property
     def num_free(self) -> int:
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """They are allocated before pinned blocks."""
+        """Number of free blocks that are not pinned. They are allocated before pinned blocks."""
         return len(self._free)
 
     @property
@@ -62,7 +62,7 @@ class BlockPool:
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
-        """Contents are undefined. Check num_free before."""
+        """Return blocks with undefined content. The caller must check `num_free` before."""
         assert count <= self.num_free, "allocation beyond the pool"
         if count > len(self._free):
             assert self.unpin_some is not None
@@ -81,11 +81,11 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """Takes no reference."""
+        """Return the block with this hash, without taking a reference."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Takes no references."""
+        """Return the blocks up to the first missing hash, without taking references."""
         blocks = []
         for digest in digests:
             block = self._block_by_hash.get(digest)
@@ -107,7 +107,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Blocks must have references or hashes."""
+        """Let blocks be allocated last. Each block must have a reference or a hash."""
         for block in blocks:
             if block not in self._pin_counts and self.ref_counts[block] == 0:
                 del self._free[block]
@@ -115,7 +115,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Unpinned blocks are allocated next, the last one first."""
+        """Undo `pin`. The blocks are allocated next, the last one of them first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:
@@ -126,7 +126,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> bool:
-        """False if another block has the hash. Lookups then keep finding that block."""
+        """Return False if another block already has the hash. Lookups then continue to find that block."""
         assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest in self._block_by_hash:
             return False
@@ -135,7 +135,7 @@ class BlockPool:
         return True
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """The end of a prefix is reused before its beginning."""
+        """Drop references. Blocks at the end of a prefix are reused before those at its beginning."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             assert self.ref_counts[block] >= 0, f"block {block} was released twice"
@@ -147,14 +147,14 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """The block is allocated next."""
+        """Forget the hashes of a free block, which is allocated next."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)
         self._free.move_to_end(block, last=False)
 
     def clear_hashes(self) -> None:
-        """Blocks in use keep their content."""
+        """Forget all hashes. Blocks in use keep their content."""
         self._block_hashes.clear()
         self._block_by_hash.clear()
 

@@ -8,8 +8,8 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """Request.block_ids interleaves KV cache groups: one block of each per block_size tokens. Blocks that left a
-    sliding window become NULL_BLOCK.
+    """The requests' block tables. Request.block_ids interleaves the KV cache groups: it has one block of each group for
+    every block_size tokens. The id of a block that left a sliding window is replaced by NULL_BLOCK.
     """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
@@ -17,7 +17,7 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks that requests would use in addition without windows."""
+        """Number of blocks that requests would use in addition if there were no windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -30,7 +30,9 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Blocks to compute all tokens after `cached`, with reuse of blocks that leave a window."""
+        """Number of blocks needed to compute all tokens after the `cached` blocks. Blocks that leave a window are
+        reused.
+        """
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -41,8 +43,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """A step in flight may still read freed blocks, but their next owner writes later. Rejected drafts never lead
-        back before their step's first token.
+        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes them in
+        a later step. A rejected draft never moves a request back to before its step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (
@@ -57,7 +59,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """Requires a request without blocks."""
+        """Start a request, which must have no blocks, with these cached blocks."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
@@ -69,7 +71,7 @@ class BlockTables:
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """Longest cached prefix, with NULL_BLOCK for blocks outside the next token's window."""
+        """Return the longest cached prefix, with NULL_BLOCK for blocks outside the next token's window."""
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
             tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)
@@ -86,7 +88,7 @@ class BlockTables:
         return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
-        """Searches backwards: the prefix ends before a missing block."""
+        """Search backwards from the end. If a block is missing, the prefix ends before it."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_visible_block(window, count * self._block_size):

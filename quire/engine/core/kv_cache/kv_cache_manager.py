@@ -34,7 +34,7 @@ class KVCacheManager:
             if config.snapshots is None
             else StateSnapshots(self.block_pool, config.block_size, config.snapshots, config.max_num_seqs + 1)
         )
-        """None for models that keep all state in blocks."""
+        """None if the model has all its state in blocks."""
         self.prefix_cache = PrefixCache(
             self._block_tables,
             config.hash_block_size or config.block_size,
@@ -55,13 +55,13 @@ class KVCacheManager:
         return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
-        """Call before anything is scheduled."""
+        """Call before anything of a step is scheduled."""
         self.prefix_cache.reset_writes_and_unpin_expired()
         if self._snapshots is not None:
             self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Excludes the last token, which must be computed."""
+        """Return the cached prefix's blocks. The request's last token is excluded, because it must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         if self._snapshots is None:
@@ -73,7 +73,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Blocks that must become free. May be negative."""
+        """Number of blocks that must become free before the request can start; negative if more are free."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -91,7 +91,9 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Frees blocks that left a window. False, with nothing allocated, if too few blocks are free."""
+        """Free blocks that left a window, then allocate. Return False, with nothing allocated, if too few blocks are
+        free.
+        """
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)
@@ -110,7 +112,9 @@ class KVCacheManager:
         return max_drafts if self._snapshots is None else self._snapshots.limit_draft_tokens(num_known, max_drafts)
 
     def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
-        """The step computes tokens from `start` on. Those after `num_known` are drafts."""
+        """Cache the blocks of a step that computes tokens from `start` on. Tokens after the first `num_known` are
+        drafts.
+        """
         if not self.prefix_cache.is_enabled or request.num_computed_tokens == start:
             return
         if self._snapshots is not None:
@@ -118,18 +122,18 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Otherwise a load might overwrite a free source first."""
+        """Take references, because a load might otherwise overwrite a free source before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
+        """Copies of states to make, in order, before the step that is being scheduled."""
         return [] if self._snapshots is None else self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
-        """Blocks may stay pinned for the conversation's next turn."""
+        """Free the request's blocks. They may stay pinned for the conversation's next turn."""
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 
@@ -138,7 +142,7 @@ class KVCacheManager:
         self._event_publisher = publisher
         events = self.prefix_cache.events = PrefixCacheEvents(self.prefix_cache.hash_block_size)
         self.block_pool.after_eviction = events.record_removed
-        events.record_cleared()  # an earlier engine's blocks are gone
+        events.record_cleared()  # the blocks of an earlier engine are gone
         self.publish_events()
 
     def publish_events(self) -> None:

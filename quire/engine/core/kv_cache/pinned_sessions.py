@@ -1,9 +1,11 @@
-"""Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
+"""Pins a paused conversation's KV blocks for its next turn. Pinned blocks count as free but are allocated last.
 
-A session id identifies a conversation. Otherwise a prompt that continues an earlier request does, and blocks are pinned
-from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the most
-pinned blocks loses first, and of its conversations the one with the longest pause relative to earlier ones. With
-recurrent state, snapshots are pinned too. Without its last snapshot no request can start, so all blocks are unpinned.
+A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that
+request's conversation, and blocks are pinned only from the second turn on, because most prompts are never continued. If
+more than a share of the pool is pinned, the tenant with the most pinned blocks loses blocks first: those of its
+conversation with the longest pause relative to its earlier pauses. For models with recurrent state, snapshots are
+pinned too. When a conversation loses its last snapshot, all its blocks are unpinned, because no request can start from
+them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from quire.engine.core.stats import LiveCounters
 MAX_PINNED_SHARE = 0.5
 DEFAULT_PAUSE_SECONDS = 60.0
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same block. All lists hold at most this times the share."""
+"""Conversations may list the same block. Together they list at most this many times the maximum number of pinned
+blocks.
+"""
 _EXTRA_UNPINNED = 64
-"""Unpinned beyond those needed now; at most 1/16 of the pool."""
+"""Blocks that are unpinned in addition to those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
 
 
@@ -32,20 +36,20 @@ MAX_SESSIONS = 4096
 class Session:
     tenant: str
     key: str | None
-    """None without a session id."""
+    """None if the request has no session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
     blocks: list[int] = field(default_factory=list)
-    """Pinned blocks from the start of the last request."""
+    """The pinned blocks, from the start of the last request on."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """In seconds, at least 1. Later pauses weigh more."""
+    """Moving average in seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
-        """The larger, the less likely the session continues."""
+        """The larger the ratio, the less likely the session continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -58,7 +62,7 @@ class PinnedSessions:
         snapshots: StateSnapshots | None = None,
         counts: LiveCounters | None = None,
     ) -> None:
-        """`share`: maximum pinned share of blocks and of snapshots."""
+        """`share`: maximum share of all blocks, and of all snapshots, that is pinned."""
         self.counts = counts or LiveCounters()
         self._pool = pool
         self._max_pinned = int(pool.num_blocks * share)
@@ -70,7 +74,7 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """Keys include the tenant, because tenants may share blocks."""
+        """Keyed by (tenant, last hash), because tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}
@@ -103,7 +107,9 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Call before the request frees its blocks. `blocks`: those in the prefix cache."""
+        """Pause the request's session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request
+        frees its blocks.
+        """
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
@@ -137,7 +143,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """A session found by its tail adopts the request's key."""
+        """Find the request's session by its key or its last hash. A session found by its hash gets the request's key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -146,7 +152,7 @@ class PinnedSessions:
         if candidate is None or key is None or candidate.key == key:
             return candidate
         if candidate.key is not None:
-            return None  # another conversation that starts with the same tokens
+            return None  # another conversation, which starts with the same tokens
         candidate.key = key
         self._by_key[key] = candidate
         return candidate
@@ -211,7 +217,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """The least likely continued sessions lose their last blocks first."""
+        """Unpin at least `count` blocks. The session least likely to continue loses its last blocks first."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -249,7 +255,7 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
-    """None without a session id."""
+    """None if the request has no session id."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

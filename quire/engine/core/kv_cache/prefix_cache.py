@@ -22,7 +22,7 @@ class PrefixCache:
         enabled: bool,
         snapshots: StateSnapshots | None,
     ) -> None:
-        """`hash_block_size`: tokens; a divisor of the block size."""
+        """`hash_block_size`: number of tokens for each hash, a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
@@ -34,13 +34,13 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
-        """None: nobody reads them."""
+        """None if nobody reads events."""
         self._first_written: dict[int, int] = {}
-        """First token in each block that the step being scheduled writes."""
+        """For each block that the step being scheduled writes, the index of the first token written."""
 
     @property
     def match_unit(self) -> int:
-        """Tokens; 0 if the cache is off."""
+        """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
         if not self.is_enabled:
             return 0
         return max(self.hash_block_size, 0 if self.snapshots is None else self.snapshots.interval_tokens)
@@ -50,7 +50,9 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """For each block, hashes of its beginnings, then its own. Excludes the last token, which must be computed."""
+        """For each full block, the hashes of its beginnings, followed by its own. The last token is excluded, because
+        it must be computed.
+        """
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self.hash_block_size, self.hash_block_size)
@@ -63,7 +65,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Counts only a request's first start."""
+        """Count the request's hits when it starts. Restarts after a preemption do not count."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -88,8 +90,8 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """Allocate blocks if each group has a cached block that begins like the request's next one. Copies run before
-        the step, so the step's own writes cannot be copied.
+        """Allocate the request's next block if each group has a cached block that begins with the same tokens, and
+        return the copies. Copies run before the step, so a block that this step writes must not be a source.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -100,7 +102,7 @@ class PrefixCache:
         for count in range(len(digests), 0, -1):
             partial_blocks = self._find_partial_blocks(digests[count - 1], count * self.hash_block_size)
             if len(partial_blocks) == self._num_groups:
-                # A found block without references may itself be allocated; its group then needs no copy.
+                # A source block without references may itself be allocated. Then its group needs no copy.
                 new_blocks = self._pool.allocate(self._num_groups)
                 other_blocks = iter([block for block in new_blocks if block not in partial_blocks])
                 blocks = [block if block in new_blocks else next(other_blocks) for block in partial_blocks]
@@ -135,13 +137,13 @@ class PrefixCache:
                     if is_new and self.events is not None:
                         self.events.record_stored(request, index, digest, group)
             request.num_cached_hashes = full
-        if self._hashes_per_block > 1:  # only partial block copies need this
+        if self._hashes_per_block > 1:  # only `prepare_partial_block_copies` needs this
             for index in range(start // self.block_size, -(-request.num_computed_tokens // self.block_size)):
                 for block in request.block_ids[index * self._num_groups : (index + 1) * self._num_groups]:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
     def cached_blocks_with_hashes(self, request: Request) -> list[tuple[int, bytes]]:
-        """Requires a single KV cache group."""
+        """The request's cached blocks with their hashes. Only for a single KV cache group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
         digests = request.block_hashes(count * self._hashes_per_block, self.hash_block_size)[

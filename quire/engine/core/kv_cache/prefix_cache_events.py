@@ -6,17 +6,17 @@ from quire.engine.core.request import Request
 from quire.engine.processes.kv_events import ENGINE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
 
 _DIGEST_BYTES = 16
-"""block_pool.py appends the group's number to keys."""
+"""block_pool.py appends the group's number to these digests."""
 
 
 class PrefixCacheEvents:
-    """Blocks that the prefix cache stored and removed since the last `take`, in order."""
+    """Records which blocks the prefix cache stored and removed since the last `drain_events`, in order."""
 
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._last_stored: tuple[BlockStored, str, int] | None = None
-        """The last event if it can be extended, its request, and the index of the next block."""
+        """The last event if it can be extended, its request's id, and the index of the block that may extend it."""
 
     def drain_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         events = self._events
@@ -25,7 +25,7 @@ class PrefixCacheEvents:
         return events
 
     def record_stored(self, request: Request, index: int, digest: bytes, group: int) -> None:
-        """`index` counts blocks of `hash_block_size` tokens."""
+        """`index` counts blocks of `hash_block_size` tokens, from 0."""
         size = self._hash_block_size
         token_ids = list(request.token_ids[index * size : (index + 1) * size])
         group_idx = group or None

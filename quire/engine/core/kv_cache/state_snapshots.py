@@ -1,5 +1,6 @@
-"""Snapshots of recurrent states too large to keep for every block. A request can start after a cached block only with a
-snapshot taken there. A snapshot is a slot without a request. Slots are copied to save and restore.
+"""Snapshots of recurrent states, which are too large to be stored for every block. A request can start after a cached
+block only if a snapshot was taken there. A snapshot is a slot without a request; slots are copied to save and to
+restore a state.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from quire.engine.core.kv_cache.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""A prompt's end gets its own step only if the snapshot saves this many tokens."""
+"""The end of a prompt gets a step of its own only if its snapshot saves at least this many tokens."""
 
 
 class SnapshotConfig(NamedTuple):
@@ -28,17 +29,17 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """The snapshot covers all blocks up to this one."""
+    """Hash of the last block that the snapshot covers."""
     slot: int
 
 
 class StateSnapshots:
-    """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
-    First evicts snapshots without a cached block, then the least recently used.
+    """Takes snapshots where steps end: every `interval_tokens`, and at the prompt's last block end, where the next turn
+    may start. Snapshots whose block is no longer cached are evicted first, then the least recently used ones.
     """
 
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
-        """Snapshots are the slots from `first_slot` on."""
+        """Snapshots are stored in the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
         self._block_pool = block_pool
         self._block_size = block_size
@@ -54,7 +55,7 @@ class StateSnapshots:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
 
     def publish_snapshots(self) -> None:
-        """Make snapshots of earlier steps usable when a step is scheduled."""
+        """Make the snapshots of earlier steps usable. Called when the next step is scheduled."""
         for snapshot, digest, slot in self._pending:
             self._pool.cache_block(snapshot, digest)
             self._pool.unref([snapshot])
@@ -63,26 +64,26 @@ class StateSnapshots:
         self._pending = []
 
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """Limit known tokens in the next step."""
+        """Limit the known tokens of the next step, which must not go beyond the next snapshot."""
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """Limit drafts in the next step, which must be able to end at the next snapshot."""
+        """Limit the draft tokens of the next step, so that it can end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
-        """The request must have its slot and its computed blocks."""
+        """Restore the state at the request's computed blocks. The request must already have its slot and its blocks."""
         assert request.slot is not None
         request.num_snapshot_tokens = request.num_computed_tokens
         if request.num_computed_tokens:
             snapshot = self._pool.get_cached_block(self._block_hash(request, request.num_computed_tokens))
             assert snapshot is not None, "a sequence begins where no snapshot is"
             self._pool.ref([snapshot])
-            self._pool.unref([snapshot])  # mark as most recently used
+            self._pool.unref([snapshot])  # marks it as most recently used
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
-        """The step computes the first `num_known` tokens, none of them a draft."""
+        """Take a snapshot if the step ends at one. `num_known`: tokens computed after the step, without drafts."""
         is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_snapshot_end(request)
         if not is_snapshot_end or num_known > len(request.token_ids):
             return
@@ -102,22 +103,24 @@ class StateSnapshots:
         return copies
 
     def clear_snapshots(self) -> None:
-        """Forget all hashes."""
+        """Forget all snapshots."""
         self._pool.clear_hashes()
         self._snapshot_hashes.clear()
         self._pool.unref([each.snapshot for each in self._pending])
         self._pending = []
 
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """The callback gets ~slot of slots about to be overwritten."""
+        """Set a callback. It gets ~slot for each slot that is about to be overwritten."""
         self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a snapshot follows the block."""
+        """True if there is a snapshot of the state after the block."""
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """(~slot, block hash) of a request's snapshots, without those filled only when the next step begins."""
+        """(~slot, block hash) of the request's snapshots. A snapshot that is filled only when the next step begins is
+        left out.
+        """
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -128,7 +131,9 @@ class StateSnapshots:
         return slots
 
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The last snapshot, and the last within the prompt: a template may later render the answer differently."""
+        """The request's last snapshot, and the last one within the prompt, because a template may render the answer
+        differently in the next turn.
+        """
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
         digests, positions = request.block_hashes(full, self._block_size)[:num_blocks], list[SnapshotPosition]()
         for max_blocks in (len(digests), (request.num_prompt_tokens - 1) // self._block_size):
@@ -139,14 +144,14 @@ class StateSnapshots:
         return list(dict.fromkeys(positions))
 
     def reserve_slot_for_load(self) -> int | None:
-        """Until `finish_load`. None: no slot is free now."""
+        """Reserve a slot until `finish_load`. None if no slot is free now."""
         self._evict_stale()
         if not self._pool.num_free:
             return None
         (snapshot,) = self._pool.allocate(1)
         digest, slot = self._snapshot_hashes.pop(snapshot, None), self._first_slot + snapshot
         if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # the next step still copies it
-            if digest is not None:  # the asking request may start there
+            if digest is not None:  # the request for which this slot is reserved may start there
                 self._pool.cache_block(snapshot, digest)
                 self._snapshot_hashes[snapshot] = digest
             self._pool.unref([snapshot])
@@ -154,7 +159,7 @@ class StateSnapshots:
         return slot
 
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """`is_complete`: False if it failed."""
+        """`is_complete` is False if the load failed."""
         snapshot = slot - self._first_slot
         if is_complete:
             self._pool.cache_block(snapshot, digest)
@@ -169,7 +174,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """None if too few tokens precede the block end."""
+        """Token at which the prompt's end gets a snapshot; None if the snapshot would save too few tokens."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 
