@@ -33,15 +33,15 @@ from quire.engine.offline.task_outputs import stream_outputs
 class AsyncLLM(LLMBase):
     """Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`.
 
-    The engine has its own process and serves one event loop. If that process dies it is replaced, and open streams
-    continue with no token lost or changed. It starts when the object is created; `start()` or the first call waits
-    until it is ready. End it with `await llm.close()` or `async with`.
+    The engine has its own process, which starts when the object is created, and serves one event loop. `start()` or the
+    first call waits until the engine is ready. If its process dies, it is replaced, and open streams continue with no
+    token lost or changed. End it with `await llm.close()` or `async with`.
     """
 
     @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
         """`model` is a local folder, a .gguf file or a hub id; default: the embedded story-teller. QUIRE_* variables
-        set options that are not given. Raises ConfigError for a bad option or an unreadable model.
+        set options that are not passed. Raises ConfigError for a bad option or an unreadable model.
 
         Options:
         """
@@ -79,7 +79,7 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one prompt, a text or token ids. Closing the iterator, as leaving the loop does, aborts the answer.
+        """Answer one prompt, a text or token ids. Closing the iterator or leaving the loop aborts the answer.
 
         Args:
             sampling_params: Default: `get_default_sampling_params()`. Its output_kind decides what is yielded.
@@ -106,7 +106,7 @@ class AsyncLLM(LLMBase):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one conversation, rendered as by `LLM.chat`. Yields and raises like `generate`."""
+        """Answer one conversation, rendered as by `LLM.chat`. Yields and raises what `generate` does."""
         rendered = partial(
             self._input_processor.encode_chats,
             [messages],
@@ -125,7 +125,7 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput:
-        """The model's vector of a prompt: `.outputs.data`. Raises like `generate`."""
+        """Return the model's vector of a prompt in `.outputs.data`. Raises what `generate` does."""
         info, params = await self.start(), pooling_params or PoolingParams()
         encoded = self._input_processor.keep_first_prompt_tokens(
             self._input_processor.encode_prompt(prompt), None, info
@@ -139,24 +139,26 @@ class AsyncLLM(LLMBase):
         return pooling_output
 
     async def abort(self, request_id: str) -> None:
-        """End a request, if it is open: its reader gets a last output with the finish_reason "abort"."""
+        """End a request if it is open. Its reader gets a last output with the finish_reason "abort"."""
         self._client.cancel(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Later prompts find no cached prefix. Always returns True."""
+        """Empty the prefix cache, so that later prompts find no cached prefix. Always returns True."""
         await self.start()
         self._client.reset_prefix_cache()
         return True
 
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
-        """Free weights and KV cache until `wake_up`; level 2 also ends the engine's process. New requests wait. `mode`:
-        open requests wait and then continue, finish first, or are aborted.
+        """Free weights and KV cache until `wake_up`; level 2 also ends the engine's process. New requests wait. Open
+        requests wait and then continue ("keep"), finish first ("wait"), or are aborted ("abort").
         """
         await self.start()
         await self._weights.sleep(level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load weights and KV cache again; vLLM's `tags` are ignored. On failure raises ConfigError and sleeps on."""
+        """Load weights and KV cache again. vLLM's `tags` are ignored. If loading fails, raises ConfigError and sleeps
+        on.
+        """
         await self.start()
         await self._weights.wake_up()
 
@@ -166,20 +168,20 @@ class AsyncLLM(LLMBase):
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
     ) -> str:
-        """Switch to the weights of a folder or GGUF file with the model's shape; return their version. `mode`: see
-        `sleep`. If they cannot be served, raises InvalidRequest or ConfigError and changes nothing.
+        """Switch to the weights of a folder or GGUF file, which need the model's shapes, and return their version.
+        `mode`: see `sleep`. If the weights cannot be served, raises InvalidRequest or ConfigError and changes nothing.
         """
         await self.start()
         return await self._weights.update(os.fspath(path), mode, version)
 
     async def check_health(self) -> None:
-        """Raises EngineError if the engine has ended for good."""
+        """Raise EngineError if the engine has ended for good."""
         await self.start()
         if not self._client.alive:
             raise EngineError("the engine ended and could not be restarted")
 
     async def close(self) -> None:
-        """End the engine; open streams fail with EngineError. The object is unusable afterwards."""
+        """End the engine. Open streams fail with EngineError, and the object is unusable afterwards."""
         self.shutdown()
         assert self._close_future is not None
         await self._close_future

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """Runs an engine core in a task of the current event loop. During a step, the loop runs nothing else."""
+    """An engine core in a task of the current event loop. During a step, the loop runs nothing else."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """In order of submission."""
+        """Ids in order of submission."""
         self._work_event = asyncio.Event()
-        """Set if there may be work."""
+        """Set when there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """The first engine's capacity, for later engines."""
+        """The first engine's capacity settings, for later engines."""
         self._has_given_tensors = False
-        """Weights came as tensors, so no file has them."""
+        """True if the weights came as tensors, so that no file has them."""
         self._earlier_stats = EngineStats()
 
     async def start(self) -> EngineInfo:
-        # imports torch
+        # this import loads torch
         from quire.engine.engine_core import EngineCore
 
         engine = EngineCore(self._config)
@@ -46,7 +46,7 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError without weights."""
+        """See EngineCore.compute_logprobs. Raises EngineError while there are no weights."""
         if self._engine is None:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -54,10 +54,10 @@ class InProcessClient(ExclusiveClient):
     async def stop(self) -> None:
         await self._release_engine()
         self.die("the engine was stopped")
-        gc.collect()  # reference cycles would delay freeing memory
+        gc.collect()  # reference cycles would delay the release of memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are the same, because there is no process to end."""
+        """Both levels do the same, because there is no process to end."""
         self.asleep = True
         await self._release_engine()
 
@@ -77,10 +77,10 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them. Otherwise the
-        model sleeps until it gets tensors.
+        """`tensors`: weights by checkpoint name. If they fail, the previous weights are restored if a file has them.
+        Otherwise the model sleeps until it gets tensors.
         """
-        # An earlier update's folder may be gone.
+        # An earlier update's folder may have been deleted.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
         await self._replace_engine(config, version, tensors)
 
@@ -114,7 +114,7 @@ class InProcessClient(ExclusiveClient):
         self._task = asyncio.create_task(self._run_steps(engine))
 
     async def _release_engine(self) -> None:
-        """Open requests stay."""
+        """Release the engine's memory. Open requests stay open."""
         task = self._task
         engine = self._engine
         self._task = None

@@ -51,9 +51,8 @@ class LLM(LLMBase):
     """Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`.
 
     The engine runs in this process or, with `multiprocessing` or several replicas (data_parallel_size), in other
-    processes, which are replaced when they die. Works in notebooks, because the engine has its own thread and event
-    loop. On a CPU OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
-    slower.
+    processes, which are replaced when they die. It has its own thread and event loop, so it works in notebooks. On a
+    CPU, OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process slower.
     """
 
     @with_config_docs
@@ -61,8 +60,8 @@ class LLM(LLMBase):
         self, model: str | Path | None = None, *, multiprocessing: bool = False, **options: Unpack[EngineOptions]
     ) -> None:
         """`model` is a local folder, a .gguf file or a hub id; default: the embedded story-teller. With
-        `multiprocessing` the engine has its own process, and an open call continues if that dies. QUIRE_* variables set
-        options that are not given. Raises ConfigError, and errors of the engine's start.
+        `multiprocessing` the engine has its own process, and an open call continues if that process dies. QUIRE_*
+        variables set options that are not passed. Raises ConfigError, and errors of the engine's start.
 
         Options:
         """
@@ -71,9 +70,10 @@ class LLM(LLMBase):
         self._run_coroutine = self._running_engine.run_coroutine
         self.info = self._running_engine.info
         self.close = self._running_engine.close
-        """Stop the engine; the object is unusable afterwards. Also runs at garbage collection and interpreter exit."""
+        """Stops the engine; the object is unusable afterwards. Also called at garbage collection and interpreter exit.
+        """
         self.llm_engine = LLMEngine(self._running_engine)
-        """For programs that add requests one by one and call step themselves."""
+        """For programs that add requests one by one and call `step` themselves."""
         self._receipts = ReceiptMaker(self._running_engine)
 
     def generate(
@@ -86,7 +86,7 @@ class LLM(LLMBase):
         priority: Sequence[int] | None = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or several prompts, each a text or token ids, in order.
+        """Answer one or several prompts, in order. Each is a text or token ids.
 
         Args:
             sampling_params: One for all prompts, or a list; default: `get_default_sampling_params()`.
@@ -116,8 +116,8 @@ class LLM(LLMBase):
     ) -> list[RequestOutput]:
         """Answer one or several conversations, rendered by the model's chat template or `chat_template`.
 
-        Tools that the template does not render are described in the system message. Calls are not parsed from answers.
-        Other arguments: see `generate`.
+        Tools that the template does not render are described in the system message. Tool calls are not parsed from
+        answers. For the other arguments see `generate`.
         """
         prompts = self._input_processor.encode_chats(
             messages,
@@ -137,7 +137,7 @@ class LLM(LLMBase):
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Most likely answers to each prompt: `[0].sequences`, best first. Raises InvalidRequest."""
+        """Find the most likely answers to each prompt: `[0].sequences`, best first. Raises InvalidRequest."""
         encoded = self._input_processor.encode_prompts(prompts)
         self._check_prompts(encoded)
         max_model_len = self.info.max_model_len
@@ -179,10 +179,10 @@ class LLM(LLMBase):
             images: Pillow images of its prompts.
 
         Returns:
-            Equal, the first difference, or why the replay was refused.
+            Whether the answers are equal, with the first difference, or why the replay was refused.
 
         Raises:
-            InvalidRequest: Not a receipt, or not an image.
+            InvalidRequest: `receipt` is not a receipt, or one of `images` is not an image.
         """
         parsed_receipt = parse_receipt(receipt)
         self._running_engine.check_awake()
@@ -202,8 +202,8 @@ class LLM(LLMBase):
         """Call a method or function on every rank, between two steps.
 
         Args:
-            method: `describe`, `parameters`, or a function of a RankWorker and the arguments. Ranks in other processes
-                import it by name.
+            method: `describe`, `parameters`, or a function, which gets a RankWorker and the arguments. Ranks in other
+                processes import the function by name.
             timeout: Seconds for all ranks together.
 
         Returns:
@@ -228,20 +228,20 @@ class LLM(LLMBase):
         return decode_results(results)
 
     def reset_prefix_cache(self) -> bool:
-        """Later prompts find no cached prefix. Always returns True."""
+        """Empty the prefix cache, so that later prompts find no cached prefix. Always returns True."""
         self._run_coroutine(_call_as_coroutine(self._client.reset_prefix_cache))
         return True
 
     @property
     def weights_version(self) -> str:
-        """Version of the weights for the next token: first "1", then counted up or named by each change."""
+        """Version of the weights for the next token: "1" at first, then a counter or the name that a change gave."""
         return self._client.engine_core.weights_version
 
     def is_sleeping(self) -> bool:
         return self._client.engine_core.asleep
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache until `wake_up`. Unlike in vLLM, both levels are the same."""
+        """Free weights and KV cache until `wake_up`. Unlike in vLLM, both levels do the same."""
         self._run_coroutine(self._weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -258,7 +258,7 @@ class LLM(LLMBase):
                 copied, cast, quantized and packed like those in files.
 
         Raises:
-            ModelError: Tensors are missing, unknown or of another shape. After this, or an error of the iterator, the
+            ModelError: Tensors are missing, unknown or of another shape. After this error, or one of the iterator, the
                 previous weights are restored if a file has them; otherwise the model sleeps until it gets tensors.
         """
         engine_core = self._client.engine_core
@@ -271,8 +271,8 @@ class LLM(LLMBase):
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
-        """Like `load_weights`, from a folder of safetensors files or a GGUF file. Errors in the files' headers raise
-        InvalidRequest or ModelError before the current weights are freed.
+        """Do the same as `load_weights` with a folder of safetensors files or a GGUF file. Errors in the files' headers
+        raise InvalidRequest or ModelError before the current weights are freed.
         """
         return self._register_version_for_receipts(
             self._run_coroutine(self._weights.update(os.fspath(path), version=version))
@@ -291,7 +291,7 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """Embedding of each prompt: `[0].outputs.embedding`.
+        """Compute an embedding of each prompt: `[0].outputs.embedding`.
 
         Args:
             truncate_prompt_tokens: Maximum tokens of a text; -1: the model's context.
@@ -313,14 +313,16 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """Label probabilities of each prompt: `[0].outputs.probs`. Arguments and errors: see `embed`."""
+        """Compute label probabilities of each prompt: `[0].outputs.probs`. For arguments and errors see `embed`."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
         return self._pool_prompts(
             self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
         )
 
     def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """Score of a reward model, a classifier with one label: `[0].outputs.score`, any number."""
+        """Score each prompt by a reward model, a classifier with one label: `[0].outputs.score`, which may be any
+        number.
+        """
         return self.classify(prompts, pooling_params=PoolingParams(activation=False), use_tqdm=use_tqdm)
 
     def encode(
@@ -333,8 +335,8 @@ class LLM(LLMBase):
         lora_request: LoRARequests = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Vector of each prompt: `[0].outputs.data`. `pooling_task` chooses it; default: the model's. Other arguments
-        and errors: see `embed`.
+        """Compute a vector of each prompt: `[0].outputs.data`. `pooling_task` chooses its kind; None: the model's
+        default. For other arguments and errors see `embed`.
         """
         if pooling_task not in (None, "embed", "classify"):
             message = f"pooling_task must be embed or classify, the vectors of whole prompts, got {pooling_task!r}"
@@ -355,8 +357,8 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Score one text with each of several, or texts pair by pair: `[0].outputs.score`. Arguments and errors: see
-        `embed`.
+        """Score one text with each of several, or two lists of texts pair by pair: `[0].outputs.score`. For arguments
+        and errors see `embed`.
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):
@@ -441,13 +443,13 @@ class LLM(LLMBase):
         description: str,
         show_progress: bool,
     ) -> list[_T]:
-        """Results are in the order of items."""
+        """Run `run_one` for all items at once. Results are in the order of items."""
 
         async def run_everything(done: Callable[[], None]) -> list[_T]:
             tasks = [asyncio.create_task(run_one(each, done)) for each in items]
             try:
                 return await asyncio.gather(*tasks)
-            finally:  # after a failure nobody reads the others
+            finally:  # after a failure nobody reads the other results
                 for task in tasks:
                     task.cancel()
 

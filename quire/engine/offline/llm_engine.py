@@ -37,12 +37,12 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     block_size: int
-    """Tokens."""
+    """Tokens per KV block."""
     num_gpu_blocks: int
-    """On any device, despite the name."""
+    """KV blocks on the device, even if it is a CPU."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
-    """Blocks of earlier prompts in host memory."""
+    """Number of KV blocks that fit in --kv-offload-memory."""
     gpu_memory_utilization: float
     cache_dtype: str
 
@@ -54,7 +54,7 @@ class SchedulerConfig:
     """Maximum number of tokens in one step."""
     max_model_len: int
     long_prefill_token_threshold: int
-    """Maximum number of tokens of a prompt per step; 0: no limit."""
+    """Maximum number of tokens of a prompt per step; 0 means no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
     """Always True: long prompts are computed in chunks."""
@@ -70,7 +70,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes of one replica."""
+        """Number of processes of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -79,7 +79,7 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenRequestHandle:
-    """Distinguishes successive requests with the same id."""
+    """Identifies a request, because successive requests may have the same id."""
 
     id: str
     wants_deltas: bool
@@ -89,11 +89,11 @@ _OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutpu
 
 
 class LLMEngine:
-    """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`. Its creation raises what LLM's
-    does.
+    """vLLM's LLMEngine: call `add_request`, then `step` as long as `has_unfinished_requests`. The constructor raises
+    what LLM's does.
 
-    The engine has its own thread, so a step returns everything since the last one, maybe several tokens of a request.
-    Use it from one thread. It ignores requests of an LLM's own methods.
+    The engine has its own thread, so a step returns everything since the last step, maybe several tokens of a request.
+    Use this object from one thread. It ignores requests of an LLM's own methods.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
@@ -129,10 +129,10 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
-        """Filled by the engine's thread."""
+        """Outputs that the engine's thread puts there."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         self._request_numbers = count()
-        """An aborted request may still be ending when another takes its id."""
+        """Numbers that make ids unique, because an aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:
@@ -140,7 +140,7 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> LLMEngine:
-        """vLLM has one object with all configs."""
+        """This object, because vLLM has one object with all configs."""
         return self
 
     @property
@@ -160,7 +160,7 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> str:
-        """Submit a prompt, a text or token ids, and return the id.
+        """Submit a prompt, which is a text or token ids, and return the request's id.
 
         Args:
             params: `output_kind` decides what `step` returns.
@@ -198,8 +198,9 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOrPoolingOutput]:
-        """Wait for new outputs; return [] if no request is open. Returns only the latest of a request's cumulative
-        outputs, but all deltas in order. Raises EngineError for a request that the engine failed, which is then closed.
+        """Wait for new outputs and return them, or [] if no request is open. If a request's outputs are cumulative,
+        only the latest is returned; deltas are all returned, in order. Raises EngineError for a request that the engine
+        failed, which is then closed.
         """
         outputs: dict[object, RequestOrPoolingOutput] = {}
         while self._open_requests and not outputs:
@@ -228,7 +229,7 @@ class LLMEngine:
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        """Counts requests that no step has reported as finished."""
+        """Number of requests that no step has reported as finished."""
         return len(self._open_requests)
 
     def has_unfinished_requests(self) -> bool:
@@ -241,7 +242,7 @@ async def _queue_outputs(
     try:
         async for output in work:
             output_queue.put((request, replace(output, request_id=request.id)))
-    except Exception as error:  # else lost in this task
+    except Exception as error:  # otherwise lost in this task
         output_queue.put((request, error))
 
 

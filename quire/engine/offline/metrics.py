@@ -19,14 +19,14 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """From the engine's start."""
+    """A count since the engine's start."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """By position."""
+    """Counts by position in a draft."""
 
     values: list[int]
 

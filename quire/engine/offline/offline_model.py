@@ -1,4 +1,4 @@
-"""Renders, encodes and checks programs' prompts."""
+"""Renders, encodes and checks the prompts of programs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """Ignored."""
+    """Accepted as in vLLM, and ignored."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 PromptType = Prompt
-"""vLLM's name."""
+"""vLLM's name of this type."""
 Message = Mapping[str, Any]
 
 
@@ -68,7 +68,7 @@ class GenerationTask:
 
 
 class OfflineModel:
-    """Raises ModelError."""
+    """The model's tokenizer, chat template and adapters. The constructor raises ModelError."""
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model_with_overrides(config)
@@ -95,7 +95,7 @@ class OfflineModel:
             self.adapters.use_engine_modules(info)
 
     def default_sampling_params(self) -> SamplingParams:
-        """A new object, from generation_config.json."""
+        """A new object with the defaults of generation_config.json."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -187,8 +187,8 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Also keeps the tokens that the tokenizer adds around a text. length: default all; -1: the context. Raises
-        InvalidRequest for a prompt with images.
+        """Truncate a prompt, but keep the tokens that the tokenizer adds around a text. `length`: maximum number of
+        tokens; None: no limit; -1: the context length. Raises InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:
@@ -210,7 +210,7 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the parameters' own. Raises InvalidRequest. Call `check_prompt` too."""
+        """`kind` overrides the output kind of `params`. Raises InvalidRequest. Call `check_prompt` too."""
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -273,17 +273,17 @@ class LLMBase:
         return self.tokenizer.to_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """From generation_config.json; used by calls without sampling_params."""
+        """Return the defaults of generation_config.json, which calls without sampling_params use."""
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
-        """Call `callback` with the error when the engine has ended for good, except by closing. It runs on the engine's
-        event loop, for an LLM on another thread.
+        """Call `callback` with the error when the engine has ended for good, except by closing. The callback runs on
+        the engine's event loop, which an LLM runs in another thread.
         """
         self._client.engine_core.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
-        """Under vLLM's names."""
+        """Return the engine's metrics under vLLM's names."""
         return make_engine_metrics(self._client.engine_core.stats)
 
 
@@ -305,7 +305,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
-    prompt_list = list(prompts)  # also from a table's column
+    prompt_list = list(prompts)  # also accepts a table's column
     return [prompts] if prompt_list and _is_integer_like(prompt_list[0]) else prompt_list
 
 

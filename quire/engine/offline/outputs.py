@@ -16,15 +16,15 @@ from quire.engine.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Logprob:
     logprob: float
-    """Natural log, from the model's unmodified distribution."""
+    """Natural logarithm of the probability in the model's unmodified distribution."""
     rank: int | None = None
-    """1 for the most likely token; None: unknown."""
+    """1 for the most likely token; None if unknown."""
     decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, or with RequestOutputKind.DELTA its new part."""
+    """One answer or, with RequestOutputKind.DELTA, its new part."""
 
     index: int
     text: str = ""
@@ -32,10 +32,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """One dict per token, by id: the token and the requested alternatives."""
+    """One dict per token, keyed by token id, with the token and the requested alternatives."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string, or id of stop_token_ids."""
+    """The stop string, or the id in stop_token_ids, that ended the answer."""
     weights_versions: Versions = field(default_factory=list)
     """Set for a finished, whole answer."""
 
@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """For n > 1, metrics of the first choice. Times ending in _ts are of time.monotonic()."""
+    """Metrics of a request or, for n > 1, of its first choice. Times ending in _ts are of time.monotonic()."""
 
     arrival_time: float
     """Unix time in seconds."""
@@ -58,7 +58,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds."""
+        """Seconds from arrival to the first token."""
         return self.first_token_ts - self.queued_ts
 
 
@@ -66,28 +66,28 @@ class RequestMetrics:
 class RequestOutput:
     request_id: str
     prompt: str | None
-    """None for token ids."""
+    """None if the prompt was token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
     metrics: RequestMetrics | None = None
-    """Set when finished."""
+    """Set when the request has finished."""
     num_cached_tokens: int = 0
     weights_version: str = ""
-    """Version of the last token so far."""
+    """Version that computed the last token so far."""
     num_missed_tokens: int = 0
     """Prompt tokens computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
-    """See docs/guides/prefix-caching.md."""
+    """Why tokens were missed; see docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None
-    """Set when finished, if requested."""
+    """Set when the request has finished, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     tokens: list[int]
-    """Prompt and answer."""
+    """Ids of prompt and answer."""
     logprobs: list[dict[int, Logprob]]
     cum_logprob: float
     text: str
@@ -103,7 +103,7 @@ class BeamSearchOutput:
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
-    """Sampled token first. `listed`: the others are logprob_token_ids."""
+    """The sampled token comes first. `listed`: the other tokens are logprob_token_ids."""
     logprobs = {
         logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
     }
@@ -136,7 +136,7 @@ class CompletionBuilder:
         )
 
     def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
-        """A stop string sets a finish_reason, although the engine may go on."""
+        """Return what the output adds. A stop string sets a finish_reason, although the engine may go on."""
         completion = self.completion
         delta = self._detokenizer.push_output(output)
         new = CompletionOutput(
@@ -161,7 +161,7 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
-        """Later outputs do not change the copy."""
+        """Copy the answer so far. Later outputs do not change the copy."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)

@@ -43,9 +43,9 @@ _NON_ENGINE_FIELDS = (
     "output_kind",
     "logits_processors",
 )
-"""Applied outside the engine."""
+"""Fields that are applied outside the engine."""
 _VOCABULARY_COUNT_FIELDS = ("logprobs", "prompt_logprobs")
-"""-1 means the vocabulary size."""
+"""Fields in which -1 means the vocabulary size."""
 _T = TypeVar("_T")
 
 
@@ -78,29 +78,33 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on the whole answer: exactly one of the first six."""
+    """A constraint on the whole answer. Exactly one of the first six fields must be set."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema, as an object or text."""
     regex: str | None = None
-    """Rust syntax."""
+    """Regular expression in Rust's syntax."""
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    """llguidance's Lark, or GBNF."""
+    """Grammar in llguidance's Lark, or GBNF."""
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    """XGrammar's, as an object or JSON text with `format`, or with `structures` and `triggers`."""
+    """XGrammar's structural tag: an object or JSON text with `format`, or with `structures` and `triggers`."""
     disable_fallback: bool = False
-    """No effect, like the next field: there is one backend, and it allows at most one space."""
+    """Has no effect, like the next field, because there is only one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """Schema objects with `properties` that do not mention others allow none. False: any, as JSON Schema defines."""
+    """If True, schema objects with `properties` allow no others unless they mention them. If False, they allow any
+    others, as JSON Schema defines.
+    """
 
     def __post_init__(self) -> None:
         self.as_grammar()
 
     def as_grammar(self, tokenizer: Tokenizer | None = None) -> Grammar:
-        """Without a tokenizer, special tokens in structural tags are treated as text. Raises InvalidRequest."""
+        """Convert to a grammar. Without a tokenizer, special tokens in structural tags are treated as text. Raises
+        InvalidRequest.
+        """
         (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be requested", param="structured_outputs")
@@ -113,11 +117,11 @@ class StructuredOutputsParams:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Raises InvalidRequest, naming the field."""
+    """How to generate answers. Use raises InvalidRequest that names the wrong field."""
 
     n: int = 1
     temperature: float = 1.0
-    """Below 1e-5: greedy."""
+    """Below 1e-5, sampling is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
@@ -128,7 +132,7 @@ class SamplingParams:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
-    """Above 1: earlier tokens, including the prompt's, become less likely."""
+    """Above 1, earlier tokens, including the prompt's, become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0
@@ -136,38 +140,40 @@ class SamplingParams:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: Sequence[str] | None = None
-    """None: newline, colon, quotation mark and asterisk."""
+    """None means newline, colon, quotation mark and asterisk."""
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     max_tokens: int | None = 16
-    """None: up to the context length."""
+    """None allows answers up to the context length."""
     min_tokens: int = 0
     structured_outputs: StructuredOutputsParams | None = None
     grammar: Grammar | None = None
-    """Alternative to structured_outputs, from `json_grammar` or `choice_grammar`."""
+    """A grammar from `json_grammar` or `choice_grammar`, as an alternative to structured_outputs."""
     thinking: ThinkingBudget | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    """Most likely tokens to report with each sampled one; 0: only that one; -1: all."""
+    """Number of most likely tokens to report with each sampled token. 0 reports only the sampled token, -1 the
+    vocabulary.
+    """
     logprob_token_ids: Sequence[int] | None = None
-    """Reported instead of `logprobs`, with each sampled token."""
+    """Tokens to report with each sampled token, instead of `logprobs`."""
     prompt_logprobs: int | None = None
-    """Like `logprobs`, for prompt tokens."""
+    """Like `logprobs`, for the prompt's tokens."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    """Keep this many last tokens of the prompt; -1: the context."""
+    """Number of last prompt tokens to keep; -1: the context length."""
     detokenize: bool = True
-    """False: answers have no text."""
+    """If False, answers have no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What AsyncLLM.generate yields; LLM returns whole answers."""
+    """What AsyncLLM.generate yields. LLM always returns whole answers."""
     logits_processors: None = None
-    """Only None: functions cannot be sent, checked and replayed. Use logit_bias, allowed_token_ids, bad_words or
-    structured_outputs.
+    """Must be None, because functions cannot be sent, checked and replayed. Use logit_bias, allowed_token_ids,
+    bad_words or structured_outputs.
     """
 
     def __post_init__(self) -> None:
@@ -178,7 +184,7 @@ class SamplingParams:
         return copy.deepcopy(self)
 
     def as_sent(self, **resolved: Any) -> request_params.SamplingParams:
-        """For the engine. `resolved` overrides fields that need a tokenizer. Raises InvalidRequest."""
+        """Convert to engine parameters. `resolved` overrides fields that need a tokenizer. Raises InvalidRequest."""
         self._check_non_engine_fields()
         names = [each.name for each in dataclasses.fields(self) if each.name not in _NON_ENGINE_FIELDS]
         fields = {name: _to_python(getattr(self, name)) for name in names}
@@ -192,8 +198,8 @@ class SamplingParams:
             raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
     def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> request_params.SamplingParams:
-        """For the engine. Raises InvalidRequest, also for token ids outside the model's vocabulary, which may be larger
-        than the tokenizer's.
+        """Convert to engine parameters. Raises InvalidRequest, also for token ids outside the model's vocabulary,
+        which may be larger than the tokenizer's.
         """
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
@@ -254,7 +260,7 @@ def _to_python(value: Any) -> Any:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """Raises InvalidRequest for a wrong value."""
+    """The constructor raises InvalidRequest for a wrong value."""
 
     beam_width: int
     max_tokens: int

@@ -18,7 +18,7 @@ from quire.engine.text.tokenizer import Tokenizer
 @dataclass(slots=True)
 class PoolingOutput:
     data: np.ndarray
-    """float32 [size], or [tokens, size] with a vector per token."""
+    """float32 [size], or [tokens, size] if each token has a vector."""
 
     @property
     def embedding(self) -> list[float]:
@@ -34,14 +34,14 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """Result for a prompt or a pair of texts. A comparison of two embeddings has no prompt."""
+    """Result for a prompt or a pair of texts. If two embeddings were compared, there is no prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     num_cached_tokens: int = 0
     request_id: str = ""
-    """For `LLMEngine.add_request`."""
+    """Set for requests of `LLMEngine.add_request`."""
     finished: bool = True
 
 
@@ -61,7 +61,9 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Prompts have at most `limit` tokens. The score is their only label's. Raises InvalidRequest."""
+    """Encode pairs as prompts of at most `limit` tokens, for a model with one label, whose score counts. Raises
+    InvalidRequest.
+    """
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
@@ -84,7 +86,7 @@ async def pool_prompts(
     done: Callable[[], None],
     pooling: PoolingConfig,
 ) -> list[PoolingRequestOutput]:
-    """prompts: (text or None, token ids). `done` is called after each. Raises EngineError."""
+    """`prompts`: (text or None, token ids). `done` is called after each prompt. Raises EngineError."""
     if not prompts:
         return []
     name = random_source.token_hex(8)

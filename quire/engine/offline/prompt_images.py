@@ -1,4 +1,4 @@
-"""Images of prompts: Pillow images, or data: URLs in message parts."""
+"""Images of prompts, which are Pillow images or, in message parts, data: URLs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.images.image_decoding import decode_data_url
 from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 
 _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
-"""Types of message parts with a Pillow image, and its key, as in transformers and vLLM."""
+"""Types of message parts that contain a Pillow image, each with the image's key, as in transformers and vLLM."""
 
 
 def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:

@@ -24,7 +24,7 @@ from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, rep
 
 
 class ReceiptMaker:
-    """All methods run on the engine's event loop."""
+    """Makes and replays receipts. All methods run on the engine's event loop."""
 
     def __init__(self, running_engine: RunningEngine) -> None:
         self._running_engine = running_engine
@@ -70,7 +70,7 @@ class ReceiptMaker:
 
 
 def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
-    """`source`: a receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
+    """`source`: a receipt, or an answer that contains one, as an object or JSON. Raises InvalidRequest."""
     if isinstance(source, Receipt):
         source = encode_receipt(source)
     elif isinstance(source, Mapping):

@@ -31,8 +31,8 @@ class RunningEngine:
     """
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """multiprocessing: the engine gets a process, which is replaced when it dies. Several replicas always do.
-        Raises errors of the engine's start.
+        """`multiprocessing`: the engine gets a process, which is replaced when it dies. Several replicas always get
+        processes. Raises errors of the engine's start.
         """
         self.config = config
         self.input_processor = OfflineModel(config)
@@ -50,7 +50,7 @@ class RunningEngine:
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """An interrupt of the waiting thread cancels the coroutine."""
+        """Wait for a coroutine on the engine's loop. An interrupt of the waiting thread cancels the coroutine."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -59,20 +59,22 @@ class RunningEngine:
             raise
 
     def start_coroutine(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Raises EngineError if the loop has ended or belongs to another process."""
+        """Start a coroutine on the engine's loop. Raises EngineError if the loop has ended or belongs to another
+        process.
+        """
         if not self.close.alive or self._pid != os.getpid():
             work.close()
             raise EngineError("this LLM was closed" if not self.close.alive else "this LLM belongs to another process")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def check_awake(self) -> None:
-        """Raises EngineError while the model sleeps."""
+        """Raise EngineError while the model sleeps."""
         if self.client.engine_core.asleep:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
 
 
 def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if pid != os.getpid():  # threads are not forked: a forked process has no engine
+    if pid != os.getpid():  # threads are not forked, so a forked process has no engine
         return
     client.engine_core.failure_callbacks.clear()
     stopping = asyncio.run_coroutine_threadsafe(client.engine_core.stop(), loop)
@@ -84,7 +86,7 @@ def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr. Call the yielded function for each finished item."""
+    """Show a bar on stderr. The caller calls the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

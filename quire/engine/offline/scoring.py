@@ -26,8 +26,8 @@ class Forward:
     def __init__(
         self, model: str | Path | None = None, *, tensors: NamedTensors | None = None, **options: Unpack[EngineOptions]
     ) -> None:
-        """`model`: see LLM. `tensors` replace the weights in its files: all tensors by checkpoint name, such as a
-        PyTorch model's `state_dict().items()`. Raises ConfigError and ModelError.
+        """`model`: see LLM. `tensors` replace the weights in the model's files: all tensors by checkpoint name, such as
+        a PyTorch model's `state_dict().items()`. Raises ConfigError and ModelError.
 
         Options:
         """
@@ -38,8 +38,9 @@ class Forward:
         self._forward_pass = ForwardPass.load_from_config(config, tensors)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
-        """Natural-log probabilities of each token given the ones before it, float32 [n - 1] for n tokens. With
-        `full_vocabulary`, those of every token in each place, [n - 1, vocabulary]. Raises InvalidRequest.
+        """Return the natural logarithm of each token's probability given the tokens before it: float32 [n - 1] for n
+        tokens. With `full_vocabulary`, return it for every token of the vocabulary: [n - 1, vocabulary]. Raises
+        InvalidRequest.
         """
         return self._forward_pass.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
@@ -47,8 +48,8 @@ class Forward:
 def score(
     model: LLM | Forward | str | Path, token_ids: TokenIds, *, full_vocabulary: bool = False
 ) -> Logprobs | list[Logprobs]:
-    """`logprobs` of one or several sequences. A folder, .gguf file or hub id is loaded as a Forward. Raises errors of
-    `Forward` and `logprobs`.
+    """Compute `logprobs` of one or several sequences. A folder, .gguf file or hub id is loaded as a Forward. Raises
+    errors of `Forward` and `logprobs`.
     """
     scorer = model if isinstance(model, LLM | Forward) else Forward(model)
     if len(token_ids) and isinstance(token_ids[0], Iterable):
@@ -58,7 +59,7 @@ def score(
 
 
 def check_single_process(config: EngineConfig) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if several processes compute the model."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:
             raise InvalidRequest(f"{name}: a forward pass is computed only by this process", param=name)

@@ -23,8 +23,8 @@ from quire.engine.text.tokenizer import Tokenizer
 async def stream_outputs(
     client: EngineClient, tokenizer: Tokenizer, task: GenerationTask, receipts: ReceiptMaker | None = None
 ) -> AsyncGenerator[RequestOutput]:
-    """Yield outputs of the task's kind, the last one finished, with a receipt if `receipts` is given. Closing the
-    iterator aborts the request. Raises EngineError if the engine fails it.
+    """Yield outputs of the task's kind. The last one is finished, and has a receipt if `receipts` is given. Closing the
+    iterator aborts the request. Raises EngineError if the engine fails the request.
     """
     params = task.params
     requests = _make_choice_requests(task)
@@ -45,7 +45,7 @@ async def stream_outputs(
                 _add_prompt_outputs(request_output, output, tokenizer)
                 new_outputs.append(builders[output.id].add_output_and_get_delta(output))
                 if new_outputs[-1].finished():
-                    stream.abort(output.id)  # the engine goes on after a stop string
+                    stream.abort(output.id)  # the engine would go on after a stop string
             if task.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
@@ -83,7 +83,7 @@ def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
 
 
 def _add_prompt_outputs(request_output: RequestOutput, output: EngineCoreOutput, tokenizer: Tokenizer) -> None:
-    """Add log probabilities of the prompt, and what the prefix cache had of it."""
+    """Add the prompt's log probabilities, and how much of the prompt the prefix cache had."""
     if output.prompt_logprobs is not None:
         request_output.prompt_logprobs = [
             None if each is None else logprobs_by_token(each, tokenizer) for each in output.prompt_logprobs

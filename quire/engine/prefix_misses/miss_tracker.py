@@ -1,5 +1,6 @@
 """Reports which prompt tokens were computed before, and why the prefix cache did not have them. Prompts are compared
-with tokens recently computed for their tenant. Evictions are not attributed, so a tenant learns nothing about others.
+with tokens recently computed for their tenant. Reports do not say whose request evicted tokens, so a tenant learns
+nothing about others.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from quire.engine.prefix_misses.prefix_tree import (
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, encode_prompt_tokens, find_equal_runs
 
 MAX_TENANT_BYTES = 16 << 20
-"""About 900,000 tokens."""
+"""Room for about 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""Above this, the tenant with the oldest last request loses tokens first."""
+"""Above this, the tenant whose last request is oldest loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""The next turn may lack the prompt's last tokens, which start the answer."""
+"""The next turn may lack this many tokens at the prompt's end, because they start the answer."""
 _NUM_CONTEXT_TOKENS = 24
 
 
@@ -40,9 +41,9 @@ class _OpenRequest:
     """None while no engine computes the request."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
-    """Prompt tokens only."""
+    """Number of computed prompt tokens."""
     seconds: float = 0.0
-    """The prompt tokens' share of their steps' time."""
+    """The prompt tokens' share of the time of steps that computed them."""
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class PrefixMissTracker:
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
     def get_request_report(self, request_id: str) -> PrefixMissReport | None:
-        """None before the first output."""
+        """None before the request's first output."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
@@ -127,7 +128,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: requests that move to another engine; None: all."""
+        """`request_ids`: the requests that move to another engine; None means all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -185,7 +186,7 @@ class PrefixMissTracker:
         self._store_visit(tree, tokens, open_request.visit)
 
     def _get_or_make_tenant_tree(self, request: EngineCoreRequest) -> PrefixTree:
-        """Without API keys all callers are one tenant, so each cache salt has its own tree."""
+        """Without API keys, all callers are one tenant. Then each cache salt has its own tree."""
         tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
         tree = self._trees.get(tree_key)
         if tree is None:
@@ -226,7 +227,7 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Also returns whether `load`, the tenant's own, explains evictions."""
+        """Also returns whether `load`, the number of tokens computed for the tenant, explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
@@ -258,7 +259,7 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """None: never computed."""
+        """Returns why tokens up to `end` are not cached; None if they were never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -271,9 +272,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Returns the first difference from the nearest earlier sequence; how many later tokens also occur in that; its
-        visit, if the prompt continues its conversation; and whether both prompts end alike: one is then a rewritten
-        form.
+        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens
+        both share; the sequence's visit if the prompt continues its conversation, otherwise None; and whether both
+        prompts have the same end. If so, one is a rewritten form of the other.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
@@ -297,8 +298,8 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Returns whether the prompt continues the conversation, how many later tokens both share, and whether both
-        prompts end alike.
+        """Returns whether the prompt continues the neighbour's conversation, how many tokens after the first difference
+        both share, whether both prompts have the same end, and `neighbour`.
         """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
@@ -314,7 +315,7 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """Repeating a first prompt begins a new conversation."""
+    """If a conversation's first prompt is repeated, a new conversation begins."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1

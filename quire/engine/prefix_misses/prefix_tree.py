@@ -1,5 +1,5 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used go first, a sequence's end
-before its beginning.
+"""A tree of the tokens recently computed for a tenant, in pieces. The least recently used pieces are dropped first, and
+a sequence's end before its beginning.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import NamedTuple
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length
 
 PIECE_TOKENS = 64
-"""The last piece may be shorter."""
+"""Tokens per piece. A sequence's last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
-"""Size without tokens, measured and rounded up."""
+"""Size of a node without its tokens, measured and rounded up."""
 _MAX_NAMESPACES = 3
 _MAX_NEIGHBOURS = 32
-"""Bounds the pieces after a common prefix that are compared with a prompt, last used first."""
+"""Maximum number of pieces after a common prefix that are compared with a prompt, most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""Bounds the tokens compared after the first difference."""
+"""Maximum number of tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
-    """Different namespaces share no blocks."""
+    """What a cached block depends on besides tokens. Requests share blocks only within a namespace."""
 
     salt: str
     adapter: str
-    """Digest of the content; "" without adapter."""
+    """Digest of the adapter's content; "" without an adapter."""
     weights: str
 
 
@@ -39,12 +39,12 @@ class Conversation:
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """A request that computed some pieces, or found them cached."""
+    """A request that computed some pieces or found them cached."""
 
     namespace: CacheNamespace
     engine: int
     cache_generation: int
-    """Counts losses of the engine's cache."""
+    """Number of times that the engine had lost its cache."""
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
@@ -58,7 +58,7 @@ class PrefixNode:
     tokens: bytes
     parent: PrefixNode | None
     visits: tuple[Visit, ...] = ()
-    """Latest visit of each namespace, latest first."""
+    """The latest visit of each namespace, latest first."""
     children: dict[bytes, PrefixNode] | None = None
 
     def find_visit(self, namespace: CacheNamespace) -> Visit | None:
@@ -76,14 +76,14 @@ class Neighbour(NamedTuple):
 @dataclass(slots=True)
 class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
-    """One per leading piece, in the prompt's namespace."""
+    """One for each leading piece that was visited in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """One per later piece, in other namespaces."""
+    """The latest visit of each later piece that is in the tree."""
     num_tail_tokens: int = 0
-    """Tokens after `matched_visits` that the nearest sequence shares."""
+    """Number of tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """Nearest first. Empty if an earlier sequence ended here."""
+    """Nearest first. Empty if an earlier sequence ends here, or the prompt does."""
 
     @property
     def num_common_tokens(self) -> int:
@@ -95,10 +95,10 @@ class PrefixTree:
         self._max_bytes = max_bytes
         self.num_bytes = EMPTY_TREE_BYTES
         self.total_load = 0
-        """Tokens ever computed for the tenant."""
+        """Number of tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Least recently used first; each piece comes after those that follow it."""
+        """Least recently used first. Each piece comes after the pieces that follow it in a sequence."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -120,7 +120,7 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """The visit becomes the latest of its pieces."""
+        """Adds the visit as the latest one of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):
@@ -157,7 +157,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
-        """Drops last pieces that the new one extends, such as a prompt's end when its answer comes."""
+        """Drops last pieces that the new piece extends, such as a prompt's end when its answer is added."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             has_one_namespace = all(each.namespace == namespace for each in child.visits)
             if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
@@ -181,16 +181,16 @@ class PrefixTree:
                 candidates.append((common_prefix_length(child.tokens, rest), child, visit))
         if not candidates:
             return
-        candidates.sort(key=lambda each: -each[0])  # stable: equal ones stay in order of use
+        candidates.sort(key=lambda each: -each[0])  # stable: neighbours that share equally much stay in order of use
         prefix_match.num_tail_tokens, _, prefix_match.tail_visit = candidates[0]
         if any(
             count * TOKEN_BYTES == len(child.tokens)
             for count, child, _ in candidates
             if count == prefix_match.num_tail_tokens
         ):
-            return  # continues an earlier sequence
+            return  # the prompt continues an earlier sequence
         if prefix_match.num_tail_tokens * TOKEN_BYTES == len(rest):
-            return  # an earlier sequence continues this one
+            return  # an earlier sequence continues the prompt
         for count, child, visit in candidates[:3]:
             tail, last_visit = self._most_recent_continuation(child, namespace, visit)
             prefix_match.neighbours.append(Neighbour(num_matched + count, tail[count * TOKEN_BYTES :], last_visit))

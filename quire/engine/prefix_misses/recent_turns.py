@@ -1,4 +1,4 @@
-"""Keeps each session's last turn, to compute it again before the next."""
+"""Stores each session's last turn, so that it can be computed again before the next turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.engine.common import clock
 from quire.engine.common.types import EngineCoreRequest
 
 MAX_TENANT_BYTES = 8 << 20
-"""Two million tokens."""
+"""Room for two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
 _TURN_OVERHEAD_BYTES = 500
 
@@ -22,7 +22,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """Name; "" without adapter."""
+    """The adapter's name; "" without an adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""
@@ -36,7 +36,7 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """Keyed by tenant, cache salt and session. The last to end comes last."""
+        """Keyed by tenant, cache salt and session, in the order in which the turns ended."""
         self._bytes_of_tenant = Counter[str]()
 
     @property

@@ -1,4 +1,4 @@
-"""Finds moved text in token sequences: bytes, four per token (`array("i")`)."""
+"""Finds moved text in token sequences. A sequence is bytes, four per token (`array("i")`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.engine.common.types import MediaSpan
 
 TOKEN_BYTES = 4
 MIN_RUN_TOKENS = 16
-"""Templates put shorter runs around turns."""
+"""Shorter runs do not count, because templates put them around turns."""
 
 
 class EqualRun(NamedTuple):
-    """Offsets and length in tokens."""
+    """A run of tokens that both sequences contain: its offsets and length in tokens."""
 
     old_start: int
     new_start: int
@@ -22,7 +22,7 @@ class EqualRun(NamedTuple):
 
 
 def encode_prompt_tokens(prompt_ids: Sequence[int], spans: Sequence[MediaSpan]) -> bytes:
-    """Image tokens become negative numbers derived from the content."""
+    """Encodes a prompt. Image tokens become negative numbers derived from the image's content."""
     token_ids = array("i", prompt_ids)
     for span in spans:
         placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
@@ -34,7 +34,7 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high
-    while high - low > 1:  # equal up to `low`, different before `high`
+    while high - low > 1:  # the sequences are equal up to `low` and differ before `high`
         middle = (low + high) // 2
         if first[low * TOKEN_BYTES : middle * TOKEN_BYTES] == second[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
             low = middle
@@ -44,10 +44,10 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
-    """Runs are ordered by `new` and do not overlap. All of at least MIN_RUN_TOKENS are found, unless `old` repeats
-    itself.
+    """Returns runs in the order of `new`, without overlaps. All runs of at least MIN_RUN_TOKENS are found, unless `old`
+    repeats itself.
     """
-    size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run contains an aligned block of this size
+    size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any long enough run contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):
         positions.setdefault(old[start : start + size], start)

@@ -1,1 +1,1 @@
-"""How processes start, are watched and end, and their sockets and calls."""
+"""How processes are started, watched and ended, and the sockets and calls between them."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""Returns the answer's body, if there is an answer."""
+"""Returns the answer's body; None if there is no answer."""
 
 
 class Answering:
@@ -20,7 +20,7 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns None also if the handler fails: a failed question must end nothing else."""
+        """Returns None also if the handler fails, because a failed question must not end anything else."""
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

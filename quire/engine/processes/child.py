@@ -25,13 +25,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Python arguments that run a module. Without -P, the current directory's random.py would replace Python's."""
+    """Returns Python's arguments that run a module. Without -P, a random.py in the current directory would replace
+    Python's.
+    """
     return ("-P", "-m", name)
 
 
 class Child:
-    """Runs Python. Standard input begins with a line of configuration, and stays open while the parent lives. Raises
-    OSError if no process can be started.
+    """A Python process. Its standard input begins with a line of configuration, and stays open while the parent lives.
+    The constructor raises OSError if no process can be started.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Child:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        # Its own session keeps the terminal's Ctrl-C from the child: the parent decides what happens.
+        # A session of its own keeps the terminal's Ctrl-C from the child, so that the parent decides what happens.
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -62,7 +64,7 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports the exit
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
@@ -76,7 +78,7 @@ class Child:
 
     def end(self) -> None:
         """Asks the process to end by closing standard input."""
-        with suppress(BrokenPipeError):  # `wait_for_exit` reports its end
+        with suppress(BrokenPipeError):  # `wait_for_exit` reports the exit
             self._lifeline.close()
 
     def kill(self) -> None:
@@ -86,7 +88,7 @@ class Child:
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Returns the return code. Kills the process after `seconds`."""
+        """Waits for the process, and kills it after `seconds`. Returns its return code."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()
@@ -100,7 +102,7 @@ class Child:
 
 
 class RunningProcess(Protocol):
-    """A Child, or the stand-in for a process on another machine."""
+    """A Child, or an object that represents a process on another machine."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -129,7 +131,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """Replaces a deleted directory, because PyTorch's libraries need one to load."""
+    """Returns a directory if the current one was deleted, because PyTorch's libraries need one to load."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -138,7 +140,7 @@ def _directory() -> str | None:
 
 
 def read_configuration() -> bytes:
-    """Reads one line of standard input and no byte more, because `end_with_parent` reads the rest."""
+    """Reads one line of standard input and no byte more, because `end_with_parent` reads what follows."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -157,8 +159,8 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent ends, because a hanging process does not read standard
-    input. Exits if the parent has already ended.
+    """Lets the kernel (on Linux) kill this process when its parent ends, because a hanging process does not read
+    standard input. Exits if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Assigns cores to ranks or replicas, and counts usable CPUs. Linux allocates memory near the NUMA node where a thread
-runs, so threads stay on their cores. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time: more
-threads than that only wait.
+runs, so threads stay on their cores. `docker run --cpus 2` and Kubernetes limits grant a share of CPU time, so more
+threads than that would only wait.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Returns each process's cores in `allowed`: those of one node, or of several if nodes outnumber processes. None if
-    fewer than two nodes are known or needed.
+    """Returns the cores of each process, out of `allowed`: those of one NUMA node, or of several if there are more
+    nodes than processes. None if fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -30,7 +30,7 @@ def allowed_cores() -> Set[int]:
 
 
 def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
-    """Counts physical cores."""
+    """Counts physical cores among `cores`."""
     firsts = set()
     for core in cores:
         try:
@@ -42,7 +42,7 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Also binds threads started later. An empty set changes nothing."""
+    """Binds this thread, and those that it starts later, to `cores`. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -59,26 +59,26 @@ def _nodes(root: Path) -> list[Set[int]]:
 
 
 def _parse_core_list(text: str) -> Set[int]:
-    """text: such as 0-3,8."""
+    """`text`: a list such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Returns at least 1. `root` holds sys and proc."""
+    """Returns at least 1. `root` contains sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs this process's control groups (v1 or v2) allow it. None: no limit."""
+    """Returns how many CPUs this process's control groups (v1 or v2) grant it; None if they set no limit."""
     return min((quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yields this process's CPU groups, each with its parents. A container may see its group as the root or under its
-    path on the host, so some may not exist.
+    """Yields the folders of this process's CPU groups and of their parents. A container may see its group as the root
+    or under its path on the host, so some folders may not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,5 @@
 """Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory. Then its
-requests are suspects. A kill from outside counts against no request.
+requests are suspects. If it was killed from outside, no request is suspected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 FAULT_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
-"""Signals by which a process usually reports its own fault. If another process sent them, engine/main.py notices."""
+"""Signals by which a process usually ends through its own fault. If another process sent them, engine/main.py notices.
+"""
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
@@ -19,14 +20,15 @@ _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len ne
 @dataclass(frozen=True, slots=True)
 class ExitCause:
     description: str
-    """Completes the sentence "the engine ..."."""
+    """Completes the sentence "the engine …"."""
     external: bool
     """True only if the engine certainly was not the cause."""
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """`code` is subprocess's, a negative signal. `sender`: process that sent a FAULT_SIGNALS signal. `oom_kills`:
-    processes killed for lack of memory while this engine ran; None: unknown, and SIGKILL then never counts as external.
+    """`code` is subprocess's return code, which is negative for a signal. `sender`: the process that sent a signal of
+    FAULT_SIGNALS. `oom_kills`: number of processes killed for lack of memory while this engine ran. If it is None
+    (unknown), SIGKILL never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

@@ -21,7 +21,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
-    """Does not copy the bytes."""
+    """Frames the pieces as one message, without copying their bytes."""
     return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
@@ -40,7 +40,7 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 class Inbox:
-    """Reads in a thread, so that senders never wait for the consumer."""
+    """Reads messages in a thread, so that senders never wait for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
         """`read` returns None after the last message."""
@@ -48,7 +48,7 @@ class Inbox:
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """None after the last message. Raises TimeoutError after `seconds`."""
+        """Returns None after the last message. Raises TimeoutError if none comes within `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

@@ -1,5 +1,5 @@
-"""Finds the GPUs that a process sees, and divides them among replicas. CUDA_VISIBLE_DEVICES and its likes must be set
-before a process starts, so the parent, which never imports PyTorch, predicts what PyTorch will see.
+"""Finds the GPUs that a process sees, and divides them among replicas. Variables such as CUDA_VISIBLE_DEVICES must be
+set before a process starts. So the parent, which never imports PyTorch, predicts what PyTorch will see.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 HIP_VARIABLE = "HIP_VISIBLE_DEVICES"
 INTEL_VARIABLE = "ZE_AFFINITY_MASK"
 _ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
-"""Hides GPUs from HIP; HIP_VISIBLE_DEVICES then counts only the remaining ones."""
+"""Hides GPUs from HIP. HIP_VISIBLE_DEVICES then numbers only the GPUs that are left."""
 _INTEL_VENDOR = "0x8086"
 PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
-    """Versions that PyTorch was built for; None: built without."""
+    """Versions of CUDA and HIP that PyTorch was built for; None if it was built without."""
 
     cuda: str | None = None
     hip: str | None = None
@@ -53,9 +53,9 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """Returns the GPUs that PyTorch uses with this --device; None: the CPU. `root` holds dev and sys. "auto" follows
-    choose_device (worker/device_plan.py) if GPUs are files in /dev. Raises ConfigError if the operator names a GPU
-    twice.
+    """Returns the GPUs that PyTorch uses with this --device; None means the CPU. `root` contains dev and sys. "auto"
+    chooses like choose_device (worker/device_plan.py), provided that GPUs are files in /dev. Raises ConfigError if the
+    operator names a GPU twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -82,13 +82,13 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """Returns None for all GPUs. HIP falls back to CUDA's variable."""
+    """Returns the list of visible GPUs; None means all. HIP also reads CUDA's variable if its own is not set."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
 
 def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list[tuple[str, ...]]:
-    """Raises ConfigError if there are too few."""
+    """Returns each replica's GPUs. Raises ConfigError if there are too few."""
     needed, there = replicas * gpus_per_replica, len(gpus.ids)
     if there < needed:
         each = f" of {gpus_per_replica} GPUs each (tensor_parallel_size)" if gpus_per_replica > 1 else ""
@@ -109,13 +109,13 @@ def describe_division(parts: Sequence[Sequence[str]]) -> str:
 
 
 def _visible(variable: str, listed: str | None, bound: int | None, count: int) -> VisibleGPUs:
-    """`bound`: number of existing GPUs; None or 0: unknown."""
+    """`listed`: the variable's value. `bound`: number of existing GPUs; None or 0 if unknown."""
     if listed is None:
         return VisibleGPUs(variable, tuple(map(str, range(count))))
     ids: list[str] = []
     for each in _split(listed):
         if each.lstrip("-").isdigit() and (int(each) < 0 or (bound and int(each) >= bound)):
-            break  # CUDA and HIP ignore the rest after an invalid index
+            break  # CUDA and HIP ignore what follows an invalid index
         if each in ids:
             raise ConfigError(f"{variable}: names GPU {each} twice", param=PARAM)
         ids.append(each)
@@ -123,19 +123,21 @@ def _visible(variable: str, listed: str | None, bound: int | None, count: int) -
 
 
 def _split(listed: str) -> list[str]:
-    """Entries up to the first empty one."""
+    """Returns the entries before the first empty one."""
     entries = [each.strip() for each in listed.split(",")]
     return entries[: entries.index("")] if "" in entries else entries
 
 
 def _count_nvidia_gpus(root: Path) -> int:
-    """A container has only its own GPUs' files. WSL has a single file, which counts as one GPU."""
+    """A container has files only for its own GPUs. WSL has a single file, which counts as one GPU."""
     files = [each for each in (root / "dev").glob("nvidia[0-9]*") if each.name.removeprefix("nvidia").isdigit()]
     return len(files) or int((root / "dev/dxg").exists())
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys shows the machine's GPUs, but a container has only its own files."""
+    """/sys shows all GPUs of the machine, so GPUs without a file in /dev, which belong to other containers, do not
+    count.
+    """
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

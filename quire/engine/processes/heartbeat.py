@@ -1,5 +1,5 @@
-"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON. A note written just
-before a crash still arrives. However the process ends, the pipe closes and the parent notices.
+"""The pipe from the engine process to its parent. It carries heartbeats and short notes, each a line of JSON. A note
+written before a crash still arrives. However the process ends, the pipe closes, and the parent notices.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ HEARTBEAT_SECONDS = 0.25
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Sent every HEARTBEAT_SECONDS."""
+    """A heartbeat, sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Milliseconds since the current step began or last made progress; 0 without a step."""
+    """Milliseconds since the current step began or last made progress; 0 if there is no step."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -31,7 +31,7 @@ class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another process sent a signal of FAULT_SIGNALS, which will end the engine."""
+    """Says that the process `sender` sent a signal of FAULT_SIGNALS, which will end the engine."""
 
     sender: int
 
@@ -43,23 +43,23 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 class Heartbeat(ABC):
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
-        """A step is about to run, the first one for the requests `new_ids`."""
+        """Notes that a step is about to run, the first one for the requests `new_ids`."""
 
     @abstractmethod
     def progress(self) -> None:
-        """A part of the step, such as one layer, is done."""
+        """Notes that a part of the step, such as one layer, is done."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """The step is complete."""
+        """Notes that the step is complete."""
 
     @abstractmethod
     def rank_ended(self, code: int) -> None:
-        """Another rank's process has ended. `code`: its return code, as in subprocess."""
+        """Notes that another rank's process has ended. `code`: its return code, as in subprocess."""
 
 
 class NullHeartbeat(Heartbeat):
-    """Used by an engine in its client's process, which needs no watching."""
+    """For an engine in its client's process, which needs no watching."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         pass
@@ -75,7 +75,7 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
-    """A thread sends heartbeats to the pipe `descriptor` from construction on."""
+    """Sends heartbeats in a thread to the pipe `descriptor`, as soon as it is constructed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -90,7 +90,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = clock.monotonic()
 
     def progress(self) -> None:
-        # At startup the model runs outside steps, to measure its memory.
+        # At startup the model also runs outside steps, to measure its memory.
         if self._last_progress is not None:
             self._last_progress = clock.monotonic()
 
@@ -98,7 +98,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = None
 
     def rank_ended(self, code: int) -> None:
-        """Ends this process as the rank ended, so that the parent judges it in the same way."""
+        """Ends this process in the way in which the rank ended, so that the parent decides about both alike."""
         if code < 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)

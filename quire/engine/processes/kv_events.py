@@ -1,7 +1,7 @@
 """vLLM's KV events, which tell external routers what an engine has cached (--kv-events-config). A message has three
 frames: topic, batch number (8 bytes, big-endian) and a KVEventBatch as msgpack. Dropped batches leave gaps in the
-numbers. For earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the replay endpoint,
-and gets one message per batch, then one with number -1.
+numbers. To get earlier batches, a subscriber sends an empty frame and the first number (8 bytes) to the replay
+endpoint. It gets one message per batch, then a message with number -1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.engine")
 ENGINE_MEDIUM = "GPU"
-"""vLLM's word for the engine's own cache, whatever the device."""
+"""vLLM's word for the engine's own cache, on any device."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_FRAMES = 3
 _STOP_SECONDS = 1.0
@@ -30,20 +30,20 @@ _LINGER_MS = 200
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True):
-    """The field `type` holds the class's name."""
+    """A struct whose field `type` is the class's name."""
 
 
 class BlockStored(KVCacheEvent):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Hash of the preceding tokens; None at a prompt's beginning."""
+    """Hash of the preceding block; None at a prompt's beginning."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     group_idx: int | None = None
-    """None: the first KV cache group."""
+    """None means the first KV cache group."""
 
 
 class BlockRemoved(KVCacheEvent):
@@ -64,8 +64,8 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 class KVEventPublisher:
-    """Sends batches from a thread. Drops them if subscribers or the thread are `max_queue_size` behind. Raises
-    ConfigError for unusable endpoints.
+    """Sends batches from a thread. Batches are dropped while `max_queue_size` wait for the thread, or `hwm` for a
+    subscriber. The constructor raises ConfigError for unusable endpoints.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -105,7 +105,7 @@ class KVEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Sends waiting batches first."""
+        """Sends the waiting batches, then closes."""
         with suppress(zmq.Again):
             self._queue.send_multipart([b""], zmq.NOBLOCK)
         self._thread.join(_STOP_SECONDS)
@@ -114,7 +114,7 @@ class KVEventPublisher:
             self._context.term()
 
     def _open_socket(self, kind: int, endpoint: str, name: str) -> zmq.Socket[bytes]:
-        """As in vLLM, binds this machine's addresses and connects to others."""
+        """Binds addresses of this machine and connects to others, as in vLLM."""
         socket = self._context.socket(kind)
         try:
             if kind == zmq.PUB and endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:

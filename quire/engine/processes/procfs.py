@@ -1,5 +1,5 @@
-"""A process's state, waiting time and memory, from Linux's /proc and control groups. On other systems no process counts
-as stopped or waiting.
+"""A process's state, waiting time and memory, read from Linux's /proc and control groups. On other systems no process
+counts as stopped or waiting.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures time between checks of another process. Time in which this process could not check does not count,
-    because the other may have been stopped too.
+    """Measures the time between checks of another process. Time in which this process could not check does not count,
+    because the other process may have been stopped too.
     """
 
     def __init__(self, period: float) -> None:
-        """`period`: seconds between checks; an interval counts for at most twice this."""
+        """`period`: seconds between checks. A longer interval counts as at most twice this."""
         self._period = period
         self._last_look = clock.monotonic()
 
@@ -26,30 +26,30 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts seconds in which a process could compute, without those in which a thread waited for a processor or a
-    disk. So an engine that is slow on an overloaded machine does not count as hanging.
+    """Counts the seconds in which a process could compute, without those in which one of its threads waited for a
+    processor or a disk. So an engine that is slow on an overloaded machine does not count as hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """This clock's seconds before the current run of inspections."""
+        """This clock's seconds before the current series of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds in the current run of inspections."""
+        """Wall-clock seconds in the current series of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """Seconds each thread had waited for a processor before its first inspection."""
+        """Seconds that each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
         self._disk_wait: dict[str, float] = {}
 
     @property
     def seconds(self) -> float:
-        # The longest wait, not the sum: a hundred short waits do not stop a process.
+        # The longest wait counts, not the sum, because a hundred short waits do not stop a process.
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time its threads waited. Inspecting reads two
-        files per thread, and subtracts nothing the first time after a pause. The kernel reports a wait when it is over,
-        so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time in which threads waited. An inspection
+        reads two files per thread. The first one after a pause subtracts nothing. The kernel reports a wait only when
+        it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -74,7 +74,7 @@ class RunnableClock:
 
 
 class Standstill:
-    """How long a process that could have computed did nothing."""
+    """Measures for how long a process used no processor time although it could have computed."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
@@ -83,7 +83,7 @@ class Standstill:
         self._since = 0.0
 
     def advance(self, elapsed: float) -> float:
-        """Adds wall-clock seconds, and returns those of standstill."""
+        """Adds `elapsed` wall-clock seconds, and returns the seconds of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -96,15 +96,15 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Adds wall-clock seconds, and returns how long the process has been stopped."""
+        """Adds `elapsed` wall-clock seconds, and returns for how long the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Processor time of all threads; None if unreadable. `process`: its directory in /proc."""
+    """Processor time of all threads, in clock ticks; None if unreadable. `process`: its directory in /proc."""
     try:
-        # Fields 14 and 15. `state` explains the split.
+        # These are fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
         return int(user) + int(system)
     except (OSError, ValueError):
@@ -116,14 +116,14 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
-    except (OSError, IndexError):  # the thread has ended, or the kernel keeps no such statistics
+    except (OSError, IndexError):  # the thread has ended, or the kernel has no such statistics
         return 0.0, False
 
 
 def state(process: Path) -> str:
     """Returns a process's or thread's state letter, or "" if it does not exist."""
     try:
-        # The name before it, in brackets, may contain spaces and brackets.
+        # The process's name comes first, in brackets, and may itself contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
@@ -134,8 +134,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_signal(pid: int) -> int | None:
-    """Returns the signal that ended a process whose parent has not reaped it yet; 0: none did, or the kernel hides it.
-    None: unknown.
+    """Returns the signal that ended a process whose parent has not reaped it yet; 0 if none did or the kernel hides it;
+    None if unknown.
     """
     try:
         return (
@@ -147,7 +147,7 @@ def exit_signal(pid: int) -> int | None:
 
 def oom_kills(root: Path = Path("/")) -> int | None:
     """Returns how many processes the kernel killed for lack of memory in our control group, or on the machine if the
-    group reports none. None: unknown.
+    group does not report it; None if unknown.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -168,7 +168,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """This process's memory in RAM; 0 without /proc."""
+    """Returns the bytes of RAM that this process uses; 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

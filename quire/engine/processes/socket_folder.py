@@ -1,6 +1,6 @@
-"""A folder for Unix sockets, removed soon after its owner ends. The owner locks a file in it; the next process that
-creates such a folder removes unlocked ones. Process ids would not do: containers that share /tmp may number theirs
-separately.
+"""A folder for Unix sockets, removed soon after its owner ends. The owner locks a file in it. The next process that
+creates such a folder removes folders whose file is not locked. Process ids would not identify owners, because
+containers that share /tmp may have separate ids.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""Only these and the lock file are removed, because a person's folder may have a similar name."""
+"""Only these files and the lock file are removed, because a user's own folder may have a similar name."""
 _MOST_BYTES = 107
-"""Longest path of a Unix socket on Linux; 103 elsewhere."""
+"""Maximum length of a Unix socket's path in bytes on Linux; 103 elsewhere."""
 
 
 class SocketFolder:
-    """Only this user can enter it. Raises EngineError if none can be created."""
+    """A folder that only this user can enter. The constructor raises EngineError if none can be created."""
 
     def __init__(self) -> None:
         try:
             root = Path(tempfile.gettempdir())
             _remove_abandoned(root)
-            # Hidden until locked, so nobody removes it as abandoned.
+            # The folder is hidden until it is locked, so that nobody removes it as abandoned.
             new_folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
             self._lock = os.open(new_folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # no locks on this file system; nobody removes a folder without the file
+            except OSError:  # this file system has no locks; nobody removes a folder without the file
                 (new_folder / _LOCK).unlink()
             self._path = new_folder.rename(root / new_folder.name.removeprefix("."))
         except OSError as error:
@@ -64,7 +64,7 @@ class SocketFolder:
 
 def _remove_abandoned(root: Path) -> None:
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's folder, or another process is removing it
+        with suppress(OSError):  # another user's folder, or another process removes it too
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
 """Calls another process's methods by name, for everything except requests, aborts and outputs. A class declares the
-methods; their signatures define the structs of arguments and results.
+methods, and their signatures define the structs of arguments and results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Id of a process's start, which may fail at any time."""
+"""Call id of the result that reports a process's start, which may also fail later."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
@@ -27,7 +27,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 class Fault(msgspec.Struct, frozen=True):
     kind: str
-    """Class name in engine/common/errors.py."""
+    """Name of the error's class in engine/common/errors.py."""
     message: str
     param: str | None = None
 
@@ -48,7 +48,7 @@ class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     method: str
     args: msgspec.Raw
     id: int | None = None
-    """None: the call has no result."""
+    """None if the call has no result."""
 
 
 class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -69,7 +69,7 @@ class MethodCallCodec(NamedTuple):
 
 @cache
 def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """`method`: the declaring class's unbound function."""
+    """`method`: the unbound function of the declaring class."""
     hints = get_type_hints(method)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for each in list(inspect.signature(method).parameters.values())[1:]:
@@ -103,7 +103,7 @@ def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Raises the call's error."""
+    """Returns the call's result or raises its error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -115,8 +115,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Returns the result or a QuireError as a message. A call without a result raises its QuireError. EngineError is
-    always raised, because the process cannot continue after one.
+    """Runs a call. Returns its result, or its QuireError, as a message. If the call has no result, a QuireError is
+    raised. EngineError is always raised, because the process cannot continue after it.
     """
     try:
         value = invoke(declared, owner, call)
@@ -128,8 +128,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Runs a call with a result, whose method may be a coroutine. Other work continues, so every QuireError becomes a
-    result.
+    """Runs a call with a result; its method may be a coroutine function. The process can continue after an error, so
+    every QuireError becomes a result.
     """
     assert call.id is not None
     try:
@@ -161,7 +161,9 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """The future gets the result or error. A cancelled one is forgotten."""
+        """Starts a call. The returned future gets its result or error. If the future is cancelled, the call is
+        forgotten.
+        """
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
@@ -170,7 +172,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Returns None for an error, or for a call that nobody awaits."""
+        """Resolves the call's future. Returns its result; None for an error, or if nobody awaits the call."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

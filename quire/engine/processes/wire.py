@@ -9,18 +9,18 @@ from quire.engine.common import clock
 from quire.engine.common.errors import EngineError
 
 MOST_IN_TURN = 16
-"""Messages after which other tasks get a turn."""
+"""Number of messages after which other tasks get to run."""
 LONGEST_TURN = 0.01
-"""Seconds after which other tasks get a turn."""
+"""Seconds after which other tasks get to run."""
 
 
 class Wire:
     """A ZeroMQ socket between two processes on one machine. Its queues are unlimited, so sending never blocks. Messages
-    to an ended process are dropped.
+    to a process that has ended are dropped.
     """
 
     def __init__(self, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
-        """`linger_ms`: time for the last message after closing."""
+        """`linger_ms`: milliseconds for sending the last messages after closing."""
         self._socket = zmq.asyncio.Context.instance().socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, linger_ms)):
             self._socket.set(option, value)
@@ -41,11 +41,12 @@ class Wire:
             raise EngineError(f"TMPDIR: no socket can be created in it: {error.strerror}") from None
 
     def send(self, *frames: bytes) -> None:
-        self._socket.send_multipart(frames)  # never blocks: the returned future is already done
+        self._socket.send_multipart(frames)  # never blocks, because the returned future is already done
 
     async def receive(self) -> list[bytes]:
-        """Returns the next message's frames. One turn of the event loop receives several waiting messages, so a server
-        that lags behind its engine sends several steps' tokens together. MOST_IN_TURN and LONGEST_TURN limit the turn.
+        """Returns the next message's frames. One iteration of the event loop receives several waiting messages, so a
+        server that lags behind its engine sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN
+        limit that.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

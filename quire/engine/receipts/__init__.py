@@ -1,1 +1,1 @@
-"""Receipts record everything that decided an answer's tokens, for a replay."""
+"""Receipts, which record everything that decided an answer's tokens, so that it can be replayed."""

@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Weights are hashed when needed, at about a second per GiB. Files
-changed meanwhile get no hash, because the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed only when needed, at about a second per GiB. Files
+that have changed since loading get no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.engine.tiers.kv_identity import WeightFiles, code_hash
 
 
 class ModelHasher:
-    """Construct before the weights are loaded."""
+    """Must be constructed before the weights are loaded."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class ModelHasher:
         return None if content_hash is None else content_hash.hex()
 
     def _weight_files_of_version(self, version: str) -> WeightFiles | None:
-        """None if given as tensors or deleted."""
+        """None if the weights came as tensors or the files were deleted."""
         if (path := self._paths.get(version)) is None:
             return None
         return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
 
 
 def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
-    """None if deleted."""
+    """None if the files were deleted."""
     try:
         return WeightFiles(config)
     except ModelError:

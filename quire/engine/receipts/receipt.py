@@ -12,7 +12,9 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """If these and the weights are equal, so are the results, bit for bit."""
+    """What decides an answer's bits besides the weights. Equal values with equal weights give equal results, bit for
+    bit.
+    """
 
     quire: str
     kernels: str
@@ -26,24 +28,26 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """False: tokens depend on concurrent requests, so a replay may differ."""
+    """If False, tokens depend on concurrent requests, so a replay may differ."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
-    """16 bytes each, in hexadecimal."""
+    """Hashes of 16 bytes each, in hexadecimal."""
 
     config: str
-    """config.json, or a GGUF file's equivalent."""
+    """Hash of config.json, or of a GGUF file's equivalent."""
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """Hashes by version; None if given as tensors, or if files changed or vanished before hashing."""
+    """Hashes keyed by weights version. None if the weights came as tensors, or their files changed or vanished before
+    hashing.
+    """
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ids: list[int]
     images: list[tuple[int, int, str]] = []
-    """(start, count, hexadecimal hash of the resized pixels) of spans in ids."""
+    """(start, count, hexadecimal hash of the resized pixels) of each image span in `ids`."""
 
     @classmethod
     def from_prompt(cls, ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptReceipt:
@@ -60,7 +64,7 @@ class AdapterReceipt(msgspec.Struct, frozen=True):
 
 
 class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Choice i of prompt p has index p * n + i."""
+    """One answer. Choice i of prompt p has index p * n + i."""
 
     index: int
     seed: int
@@ -68,12 +72,12 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """None: minus infinity, which JSON lacks."""
+    """A value of None means minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """May add tokens after a stop string; see `truncated`."""
+        """Append an output. It may have tokens after a stop string; see `truncated`."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -81,7 +85,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
     def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
-        """Tokens after a stop string are not part of the answer."""
+        """Return the first `count` tokens, because tokens after a stop string are not part of the answer."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -100,11 +104,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     computed: ComputeInfo
     adapter: AdapterReceipt | None
     params: SamplingParams
-    """Resolved with the model's defaults and the grammar; defaults are omitted."""
+    """The parameters with the model's defaults and the grammar filled in. Fields with default values are omitted."""
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why the receipt cannot be replayed."""
+    """Why the receipt cannot be replayed; "" if it can."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -115,7 +119,7 @@ _decode_json = msgspec.json.Decoder(Receipt).decode
 
 
 def parse_receipt_json(content: bytes) -> Receipt:
-    """Also takes an answer with a field `receipt`. Raises InvalidRequest."""
+    """Parse a receipt, or an answer with a field `receipt`. Raises InvalidRequest."""
     try:
         parsed = msgspec.json.decode(content)
         receipt_object = _find_receipt(parsed)
@@ -140,7 +144,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Also finds it in responses, stream events and lines of a batch's output."""
+    """Find a receipt, also in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:
@@ -151,7 +155,7 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """None for minus infinity, which JSON lacks."""
+    """A value of None means minus infinity, which JSON lacks."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

@@ -54,7 +54,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """The range [begin, end) of tokens, computed by one version of the weights."""
+    """The tokens [begin, end) of a choice, computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -62,7 +62,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recompute the tokens of the model's own weights. Raises EngineError."""
+    """Recompute the tokens that the model's current weights computed, and compare. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -88,7 +88,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """None: the model can recompute these answers."""
+    """Why the model cannot recompute the receipt's answers; None if it can."""
     return receipt.irreproducible or _difference_of_model(receipt, model) or _missing_or_invalid_input(receipt, model)
 
 
@@ -142,7 +142,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """Spans must not overlap."""
+    """True if the spans are valid and do not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -152,7 +152,9 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """Empty if all that may change bits is as recorded, and the recorded tokens did not depend on other requests."""
+    """Why the results may differ; "" if everything that may change bits is as recorded, and the recorded tokens did not
+    depend on other requests.
+    """
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -162,7 +164,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Also returns the number of other weights' tokens."""
+    """Return the segments that these weights computed, and the number of tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -178,7 +180,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """Return the first difference. Raises InvalidRequest."""
+    """Return the first difference, or None. Raises InvalidRequest."""
     recomputed = await _recompute_segment(receipt, segment, model, client)
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     where = f"choice {choice.index}, " if len(receipt.choices) > 1 else ""
@@ -203,7 +205,7 @@ async def _replay_and_compare_segment(
 @dataclass(slots=True)
 class _RecomputedSegment:
     ids: list[int] = field(default_factory=list)
-    """May be longer than the segment: a step can give several tokens."""
+    """May be longer than the segment, because a step can return several tokens."""
     logprobs: list[float | None] = field(default_factory=list)
     prompt_logprobs: list[float | None] | None = None
 
@@ -247,7 +249,9 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """Returns None if both are equal; the shorter length if one is the other's prefix."""
+    """Return the first index at which the sequences differ; the shorter length if one is the other's prefix; None if
+    both are equal.
+    """
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

@@ -86,7 +86,7 @@ def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any
 
 
 def check_exact_numbers(schema: Schema) -> None:
-    """Raises InvalidRequest naming a number that a grammar, which uses doubles, would round."""
+    """Raises InvalidRequest that names a number which a grammar would round, because grammars use doubles."""
     for place, one in walk_schemas(schema):
         for keyword in _BOUND_KEYWORDS:
             if not _is_exact_bound(one.get(keyword)):
@@ -124,14 +124,14 @@ def _is_exact(number: int) -> bool:
 
 
 def _is_exact_bound(number: Any) -> bool:
-    """Integers are limited to 64 bits. The largest counts as exact, although no double equals it."""
+    """Integers are limited to 64 bits. The largest 64-bit integer counts as exact, although no double equals it."""
     return not isinstance(number, int) or number == _MAX_INTEGER or (abs(number) <= _MAX_INTEGER and _is_exact(number))
 
 
 def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
-    """Allow at least as much as the schema, with a better chance that a grammar supports it. Level 0 drops unenforced
-    keywords and invalid values. Level 1 keeps types, properties, constants and alternatives; level 2 argument names and
-    simple types; level 3 only requires an object.
+    """Return a schema that allows at least as much, and that a grammar more likely supports. Level 0 drops unenforced
+    keywords and invalid values. Level 1 keeps types, properties, constants and alternatives. Level 2 keeps argument
+    names and simple types. Level 3 only requires an object.
     """
     if level >= WEAKEST_LEVEL or not isinstance(schema, dict):
         return {"type": "object"}
@@ -150,7 +150,7 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
 def _keep_enforceable(
     schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
 ) -> dict[str, Any]:
-    """Inner schemas must be processed already."""
+    """Drop what cannot be enforced. Subschemas must have been processed already."""
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         schema = {**schema, "anyOf": schema["oneOf"]}
     enforceable = {
@@ -266,7 +266,7 @@ def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Parsers rely on the first level: an object with schemas as properties."""
+    """Repair the schema's first level, on which parsers rely: an object with schemas as properties."""
     if not schema:
         return schema
     repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}

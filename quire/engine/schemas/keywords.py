@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import unquote
 
 Schema = Any
-"""An object or boolean. Callers may send anything else."""
+"""A schema is an object or a boolean, but callers may send anything else."""
 
 SCHEMA_KEYWORDS = frozenset(
     {
@@ -31,11 +31,11 @@ _NON_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class UnresolvableReference(Exception):
-    """A reference that is not followed here, or an $id that moves references."""
+    """The schema has a reference that is not followed here, or an $id, which changes what references mean."""
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """A copy with each subschema replaced. Definitions stay."""
+    """Return a copy in which each subschema is replaced by change(keyword, subschema). Definitions are not replaced."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -49,7 +49,7 @@ def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Sc
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Direct subschemas, including definitions, with relative JSON pointers."""
+    """Yield the direct subschemas, including definitions, with their relative JSON pointers."""
     for keyword, value in schema.items():
         if (keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS) and isinstance(value, dict):
             for name, one in value.items():

@@ -1,9 +1,9 @@
-"""Closes objects: a schema that names properties without mentioning others forbids others. OpenAI's strict mode, other
-servers and Pydantic users expect that, although JSON Schema allows others.
+"""Closes objects: if a schema names properties and does not mention other properties, the closed schema forbids others.
+OpenAI's strict mode, other servers and Pydantic users expect that, although JSON Schema allows others.
 
-An object is closed over everything that applies to it: targets of `$ref` and `allOf`, one branch of each `anyOf` and
-`oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the others'
-properties, so they are merged first. `not` and `if` stay.
+All schemas that apply to an object are closed together: targets of `$ref` and `allOf`, one branch of each `anyOf` and
+`oneOf`, and additions of `then`, `else` and `dependentSchemas`. If they were closed separately, each would forbid the
+properties of the others, so they are merged first. `not` and `if` are left as they are.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Depend on each other, so they move together."""
+"""Keywords of a set depend on each other, so they stay in the same schema."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Alternatives multiply, so merged schemas and properties are limited."""
+"""Limit of the merged schemas and properties, because alternatives multiply."""
 
 
 class ClosedSchema(NamedTuple):
@@ -60,7 +60,7 @@ class _ApplicableSchemas:
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
-    """`by_name`: the first level lists all properties, even next to alternatives."""
+    """If `by_name`, the first level lists all properties, even if alternatives list them too."""
     if not isinstance(schema, dict):
         return ClosedSchema(schema, ())
     try:
@@ -79,7 +79,7 @@ class _SchemaCloser:
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
-        """Keyed by id: the schema without applicators, and the original."""
+        """(schema without applicators, original schema), keyed by the id of either."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
         self._open_pointers: dict[str, None] = {}
 
@@ -114,7 +114,7 @@ class _SchemaCloser:
         return self._definition_reference(key, first, lambda: self._merge_applicable(parts))
 
     def _definition_reference(self, key: tuple[object, ...], schema: Schema, write: Callable[[], Schema]) -> Schema:
-        """Writes each definition once, so that recursion ends."""
+        """Writes each definition only once, so that recursion ends."""
         if key not in self._names_by_key:
             hint = self._references.suggest_definition_name(schema)
             name, number = hint, 2
@@ -143,7 +143,7 @@ class _SchemaCloser:
         seen.add(id(schema))
         self._spend_steps(1)
         own_keywords = self._without_applicators(schema)
-        if "properties" not in own_keywords:  # properties keep the document's order
+        if "properties" not in own_keywords:  # properties stay in the document's order
             self._add_plain_schema(own_keywords, parts)
         for keyword, value in schema.items():
             if keyword == "properties":
@@ -169,7 +169,9 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Always returns the same object, because schemas are identified by id."""
+        """Returns the schema without `$ref` and combining keywords. The same schema always gives the same object,
+        because schemas are identified by id.
+        """
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -198,7 +200,7 @@ class _SchemaCloser:
         if "never" in parts.markers:
             return False
         if "again" in parts.markers and not parts.plain_schemas and not parts.choices:
-            raise UndecidableSchema  # refers only to itself
+            raise UndecidableSchema  # the schema refers only to itself
         if not parts.choices:
             return self._merge_object(parts.plain_schemas)
         (keyword, branches), *others = parts.choices
@@ -207,7 +209,7 @@ class _SchemaCloser:
         return {keyword: [one for one in written if one is not False] or [False]}
 
     def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
-        """For schemas without alternatives. False if the types are disjoint."""
+        """Merges schemas that have no alternatives. Returns False if their types are disjoint."""
         if not common_types(schemas):
             return False
         conditional = ConditionalKeywords(schemas, self._references)
@@ -240,7 +242,7 @@ class _SchemaCloser:
         for one in schemas:
             for name, value in require_schema_map(one, "properties").items():
                 schemas_by_name.setdefault(name, []).append(value)
-        for one in schemas:  # additionalProperties applies to properties that other members name
+        for one in schemas:  # additionalProperties applies to the properties that the other schemas name
             more, own = one.get("additionalProperties"), require_schema_map(one, "properties")
             if isinstance(more, dict) and "patternProperties" not in one:
                 others = schemas_by_name.keys() - own.keys()
@@ -250,7 +252,7 @@ class _SchemaCloser:
         return {name: tuple(values) for name, values in schemas_by_name.items()}
 
     def _merge_keywords(self, schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> dict[str, Any]:
-        """Conflicting keywords go under `allOf`."""
+        """Merges keywords. Conflicting keywords are put under `allOf`."""
         if len(schemas) == 1:
             return self._close_children(schemas[0], written)
         result: dict[str, Any] = {}
@@ -284,7 +286,7 @@ class _SchemaCloser:
         return {**result, "allOf": members} if members else result
 
     def _merge_items(self, schemas: Sequence[dict[str, Any]]) -> Schema | None:
-        """None unless several schemas have `items` and none depends on an index."""
+        """Merges `items`. None if fewer than two schemas have `items`, or an item's index decides its schema."""
         item_schemas = [one["items"] for one in schemas if "items" in one]
         return (
             self._merge_and_close(tuple(item_schemas))
@@ -295,7 +297,7 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: no other schema names properties that are additional here. `lists`: the same for items."""
+        """`rest`: no other schema names properties that are additional here. `lists`: no other schema has items."""
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 
@@ -332,7 +334,7 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Properties that may hold objects get `true`, because alternatives describe them."""
+        """Properties that may be objects get the schema `true`, because the alternatives describe them."""
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}

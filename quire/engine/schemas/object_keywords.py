@@ -7,13 +7,13 @@ from quire.engine.schemas.keywords import Schema, SchemaReferences
 
 CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 _COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
-"""These may change if an object loses properties."""
+"""The meaning of these keywords may change if an object loses properties."""
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
 SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
 
 class UndecidableSchema(Exception):
-    """The document cannot be closed."""
+    """It cannot be decided which properties to forbid, so the document stays open."""
 
 
 class ConditionalKeywords:
@@ -24,9 +24,9 @@ class ConditionalKeywords:
         self.property_names: dict[str, None] = {}
         self.has_properties = False
         self.has_closers = False
-        """Asserted schemas limit an object's other properties."""
+        """True if schemas that must hold limit an object's other properties."""
         self.is_undecidable = False
-        """Removing properties may change a condition."""
+        """True if forbidding properties may change whether a condition holds."""
         for one in schemas:
             self._collect_from_conditional_keywords(one, asserted=True)
 
@@ -35,7 +35,7 @@ class ConditionalKeywords:
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted` schemas must hold."""
+        """`asserted`: the schemas must hold, unlike those of a condition."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
@@ -46,7 +46,7 @@ class ConditionalKeywords:
                 self._collect_names_and_flags(member, asserted=asserted)
 
     def _collect_names_and_flags(self, schema: Any, *, asserted: bool) -> None:
-        if isinstance(schema, list):  # names in `dependencies`
+        if isinstance(schema, list):  # names of properties in `dependencies`
             self.property_names |= dict.fromkeys(name for name in schema if isinstance(name, str))
         if not isinstance(schema, dict) or id(schema) in self._seen_ids:
             return
@@ -126,7 +126,7 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
-    """[] without `type`. Raises UndecidableSchema for invalid types."""
+    """Returns the names in `type`; [] without `type`. Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []
@@ -137,14 +137,14 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
-    """True if an item's index decides its schema."""
+    """True if an item's schema depends on its index."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )
 
 
 def may_hold_objects(schema: Schema) -> bool:
-    """False only if values are certainly neither objects nor lists."""
+    """False only if the values are certainly neither objects nor lists."""
     if not isinstance(schema, dict):
         return False
     names = named_types(schema)

@@ -17,11 +17,11 @@ from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
 OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Read elsewhere. They look like misspelled load_format and max_loras."""
+"""Variables that other modules read. They look like misspellings of load_format and max_loras."""
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
-"""Kubernetes sets these for services named quire…, in addition to QUIRE_PORT."""
+"""Variables that Kubernetes sets for services whose name begins with quire, in addition to QUIRE_PORT."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -33,10 +33,12 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
+    """Load settings. In order of precedence, they come from `explicit`, QUIRE_* variables, the TOML file `config`, and
+    defaults.
 
-    `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set;
-    None: any that do not resemble one of the model's. Raises ConfigError naming each bad value's key and source.
+    `origin` names the source of an explicit value in errors. `other_settings`: further settings that variables may set;
+    None allows all that do not resemble one of the model's. Raises ConfigError that names each bad value's key and
+    source.
     """
     _check_environment_variables(model, other_settings)
     sources = [
@@ -65,7 +67,7 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a variable that is probably misspelled."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -81,7 +83,7 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """Empty if there is no suggestion."""
+    """A hint which variable is meant; "" if there is none."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -89,7 +91,7 @@ def _suggest_variable(name: str, known: Collection[str]) -> str:
 
 
 def _has_no_surrogates(text: str) -> bool:
-    """Python represents arguments that are not UTF-8 by surrogates."""
+    """False for an argument that is not UTF-8, because Python represents such bytes by surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -139,9 +141,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """PyTorch launchers such as torchrun identify a machine by variables
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine, because a program that torchrun
-    started may hold its own model.
+    """Read the variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). They are ignored with one machine, because a program that
+    torchrun started may have a model of its own.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}
@@ -152,7 +154,7 @@ def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, 
 
 
 def _read_toml(config: str) -> dict[str, Any]:
-    """`config`: a path or preset. Keys may have dashes."""
+    """`config`: a path or the name of a preset. Keys may be spelled with dashes."""
     path = PRESETS_FOLDER / f"{config}.toml" if config in preset_names() and not Path(config).exists() else Path(config)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

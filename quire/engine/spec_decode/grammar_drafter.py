@@ -156,7 +156,7 @@ def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: 
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """Consume a token, which may lack spaces that the grammar forces. If this returns False, the matcher is unusable."""
+    """Consume a token, which may lack spaces that the grammar forces. If False, the matcher is unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

@@ -1,5 +1,5 @@
-"""Beam search as in vLLM: each beam's 2 * width likeliest tokens are candidates. Score: summed log probability over
-length ** length_penalty (Wu et al., 2016), with the length in generated tokens, as in transformers.
+"""Beam search as in vLLM: the candidates are each beam's 2 * width likeliest tokens. A beam's score is its summed log
+probability over length ** length_penalty (Wu et al., 2016), with the length in generated tokens, as in transformers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """`outputs`: one token per running beam. False: the search is over."""
+        """`outputs`: one token per running beam. Returns False when the search is over."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -54,7 +54,7 @@ class BeamSearchState:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """Further log probabilities are at most 0."""
+        """The best score that a continuation can reach, because further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)
@@ -68,7 +68,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Returns the best continuations, best first, and all that end. Outputs need 2 * width alternatives."""
+    """Returns the best continuations, best first, and all beams that end. Outputs need 2 * width alternatives."""
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)

@@ -1,4 +1,6 @@
-"""Turns arriving token ids into text, in time proportional to the new tokens. A character comes with its last token."""
+"""Turns arriving token ids into text, in time proportional to the number of new tokens. A character is emitted with its
+last token.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ REPLACEMENT_CHARACTER = "\ufffd"
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     offsets: tuple[int, ...]
-    """Start of each emitted token, in characters of the whole text. A token comes with its first character or the last
-    delta, but never if it begins after a stop string.
+    """Start of each emitted token, in characters of the whole text. A token's offset comes with the delta that has its
+    first character, or with the last delta. A token that begins after a stop string has none.
     """
     num_used_ids: int
-    """Fewer than pushed only after a stop string."""
+    """Number of ids used. Fewer than were pushed only after a stop string."""
     stop_string: str | None = None
 
 
 class StopStringMatcher:
-    """The first completed stop string ends the text; of two completed by one character, the longer. Possible beginnings
-    are held back.
+    """Ends the text at the first completed stop string. If one character completes two, the longer one counts. Text
+    that may begin a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
@@ -38,7 +40,7 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """Returns text to emit, and the stop string that ended it."""
+        """Returns the text to emit, and the stop string that ended the text, or None."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -58,7 +60,7 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Returns where a suffix of the text begins a stop string, or the text's length."""
+        """Returns where the longest suffix begins that may begin a stop string, or the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -68,7 +70,7 @@ class StopStringMatcher:
 
 
 class IncrementalDetokenizer:
-    """For valid text, the deltas join to `tokenizer.decode(ids)`; with prompt ids, to the part of
+    """For valid text, the deltas join to `tokenizer.decode(ids)`. With prompt ids they join to the part of
     `tokenizer.decode(prompt_ids + ids)` after the prompt. A character unfinished at the end becomes U+FFFD. Stop
     strings are not searched in the first `min_tokens` tokens.
     """
@@ -85,20 +87,22 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are never skipped. `offsets` False: deltas have none."""
+        """`shown_ids` are emitted even if they are special tokens. If `offsets` is False, deltas have no offsets."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Number of coming tokens in which stop strings do not count."""
+        """Number of further tokens in which stop strings are not searched."""
         self._num_emitted = 0
         self._num_decoded = 0
-        """Characters emitted or held back."""
+        """Number of characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Start of each token not yet emitted, in characters of the whole text."""
+        """Start of each token that has not been emitted, in characters of the whole text. None without offsets."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
-        """`final` emits held-back text. Must not be called after `final` or a stop string."""
+        """Takes tokens. If `final`, also emits text that was held back. Must not be called after `final` or a stop
+        string.
+        """
         text = ""
         for used, token_id in enumerate(ids, 1):
             new_text = self._decoder.feed_token(token_id)
@@ -125,8 +129,8 @@ class IncrementalDetokenizer:
         return self._make_delta(text, len(ids), final=final)
 
     def push_output(self, output: EngineCoreOutput) -> TextDelta:
-        """The token that ended the answer (EOS or a stop token) counts as used, but is emitted only with
-        `include_stop`.
+        """Takes an output. The token that ended the answer (EOS or a stop token) counts as used, but is emitted only
+        with `include_stop`.
         """
         if output.finish_reason is None:
             return self.push_tokens(output.new_ids)
@@ -163,7 +167,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Returns the prompt's last bytes if they begin a character."""
+    """Returns the prompt's last bytes if they begin a character; otherwise b""."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -179,7 +183,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """Drops the U+FFFD of a character that the answer completes."""
+    """Drops the U+FFFD of the prompt's last character if the answer may complete it."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -188,12 +192,12 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""A UTF-8 character has at most four bytes."""
+"""Maximum bytes of an incomplete character. A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
-        """`partial` is dropped unless the answer completes it."""
+        """`partial`: the prompt's incomplete last character, which is dropped unless the answer completes it."""
         self._token_bytes = tokenizer.token_bytes
         self._skip_ids = skip
         self._utf8_decoder = utf_8.IncrementalDecoder("replace")
@@ -206,7 +210,7 @@ class ByteLevelDecoder:
         if self._partial and new_bytes:
             new_bytes = self._partial + new_bytes if _continues_character(self._partial, new_bytes) else new_bytes
             self._partial = b""
-        # Python's codec is several times slower.
+        # Python's codec is several times slower, so ASCII is decoded without it.
         return (
             new_bytes.decode()
             if new_bytes.isascii() and not self._utf8_decoder.buffer
@@ -226,8 +230,8 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 
 class SentencePieceDecoder:
-    """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each; here complete characters are emitted, and only bytes from the first wrong one on become U+FFFD.
+    """Decodes tokens that are text or single bytes of a character. The tokenizers library decodes each byte of an
+    invalid run to U+FFFD. This class emits complete characters; only bytes from the first wrong one on become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -280,14 +284,14 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """Fallback for other decoders: decodes a window, which starts at a character boundary, with and without the new
+    """Fallback for other decoders. It decodes a window, which starts at a character boundary, with and without the new
     ids, and emits the difference.
     """
 
     PROMPT_CONTEXT_TOKENS = 6
-    """A token's text can depend on earlier ones."""
+    """A token's text can depend on this many earlier tokens."""
     MAX_PENDING_TOKENS = 8
-    """No character takes more."""
+    """No character takes more tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -295,7 +299,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's incomplete last character; the answer does not contain it."""
+        """Text of the prompt's incomplete last character, which is not part of the answer."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

@@ -1,6 +1,6 @@
-"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late because it takes 0.2 s.
-A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
-(`multipleOf: 99999999`), so one of the server's workers checks it first.
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), which is imported late because that
+takes 0.2 s. A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it
+for hours (`multipleOf: 99999999`), so one of the server's workers checks each grammar first.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""The engine repeats this work, and computes nothing else meanwhile."""
+"""The limit is low because the engine repeats this work, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
-r"""Lexers keep their states, 0.5 KB each. A schema of 30 fields needs 800, as do 2,000 characters of any kind;
-`\p{L}{1,300}` needs 7,000.
+r"""Limits of a lexer's states, of 0.5 KB each. A schema of 30 fields needs 800 states, as do 2,000 characters of
+any kind; `\p{L}{1,300}` needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""330 MB if full."""
+"""If all are full, they take 330 MB."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Excludes lexers. A schema of five fields takes 0.15 MB, one of 130 KB 10, ten numbers with large `multipleOf` 15."""
+"""Limit without lexers. A schema of five fields takes 0.15 MB, one of 130 KB takes 10 MB, and ten numbers with a large
+`multipleOf` take 15 MB.
+"""
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound of a grammar's size: some C libraries do not report heap bytes."""
+"""Lower bound for a grammar's size, because some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Each byte keeps 0.5 KB, and each token tokenizes all again: 256 KB would cost 130 MB per answer and 0.1 s per
-token.
+"""Each forced byte takes 0.5 KB, and each token tokenizes all of them again: 256 KB would cost 130 MB per answer and
+0.1 s per token.
 """
 CHECK_STACK_BYTES = 4 << 20
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
 _MAX_CACHED_GRAMMARS = 32
 _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Allows one space after a comma or colon: a model could write spaces forever."""
+"""Allows at most one space after a comma or colon, because a model could write spaces forever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
 def json_grammar(schema: Any) -> Grammar:
-    """Raises InvalidRequest for a schema that is neither an object nor true."""
+    """Raises InvalidRequest for a schema that is neither an object nor `true`."""
     return Grammar("json", _dump_schema(_with_whitespace(schema, _COMPACT_WHITESPACE)))
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """Returns `%json {…}`. `indented` allows line breaks."""
+    """Returns `%json {…}`. If `indented`, line breaks are allowed."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """With the usual whitespace, grammars force more text."""
+    """Requires the usual whitespace, so that the grammar forces more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -95,19 +97,19 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size` is the model's, which may differ."""
+    """`vocab_size`: the model's, which may differ from the tokenizer's."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """All matchers share a lexer, with its states and errors."""
+    """What matchers start from. All matchers of a grammar share its lexer, with the lexer's states and errors."""
 
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
-    """Approximate: measured while compiling."""
+    """Approximate, because it is measured while compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -115,7 +117,9 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Raises ModelError if llguidance cannot read the tokenizer, InvalidRequest without an EOS token."""
+    """The constructor raises ModelError if llguidance cannot read the tokenizer, and InvalidRequest if there is no EOS
+    token.
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         from llguidance import LLParserLimits, LLTokenizer
@@ -141,7 +145,7 @@ class GrammarCompiler:
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest for an invalid or unsupported grammar, Overloaded if others use all memory."""
+        """Raises InvalidRequest for an invalid or unsupported grammar, Overloaded if other grammars use all memory."""
         cached = self._cache.pop(grammar, None) or self._compile_and_evict_to_fit(grammar, SMALL_LEXER_STATES)
         self._cache_grammar(grammar, cached)
         return cached
@@ -149,8 +153,8 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """Replaces the failed `exhausted`. Raises InvalidRequest if that was exclusive, Overloaded for too many large
-        lexers, and get_compiled's errors.
+        """Compiles a grammar again whose lexer `exhausted` its states. Raises InvalidRequest if `exhausted` was already
+        exclusive, Overloaded if there are too many large lexers, and get_compiled's errors.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:
@@ -176,10 +180,10 @@ class GrammarCompiler:
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
-        # Other threads may have allocated meanwhile.
+        # Other threads may have allocated memory meanwhile.
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
-        for cached in list(self._cache):  # frees grammars that only the cache holds
+        for cached in list(self._cache):  # frees grammars that only the cache references
             if self._live_grammar_bytes <= MAX_COMPILED_BYTES:
                 break
             del self._cache[cached]
@@ -214,7 +218,7 @@ class GrammarCompiler:
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Compiles the grammar and follows it for some tokens. Callers must limit time and memory. Raises
-        InvalidRequest.
+        InvalidRequest if the grammar is invalid or unsupported.
         """
         import numpy as np
 
@@ -232,7 +236,7 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
-        """The size is approximate, in bytes."""
+        """Returns the matcher, and its approximate size in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -252,7 +256,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Convert from llama.cpp's GBNF, which vLLM's users write."""
+    """Convert llama.cpp's GBNF, which vLLM's users write, to Lark."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -264,7 +268,7 @@ def to_lark(text: str) -> str:
 
 
 def _unescape_gbnf(escape: re.Match[str]) -> str:
-    """The converter knows only two-digit escapes."""
+    """Converts longer escapes, because llguidance's converter accepts only two-digit ones."""
     code = int(escape[1] or escape[2] or "0", 16)
     if not (escape[1] or escape[2]) or code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return escape[0]
@@ -272,7 +276,7 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
 
 
 def check_forced_text_length(matcher: LLMatcher) -> None:
-    """Raise InvalidRequest if more than MAX_FORCED_BYTES are forced."""
+    """Raise InvalidRequest if the grammar forces more than MAX_FORCED_BYTES."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
         message = f"forces {size} bytes of text, at most {MAX_FORCED_BYTES}"
         raise InvalidRequest(message, param="grammar")
@@ -283,5 +287,5 @@ def has_lexer_error(matcher: LLMatcher) -> bool:
 
 
 def error_summary(matcher: LLMatcher) -> str:
-    """Omits the parser's state, which follows the first line."""
+    """Returns the error's first line. The parser's state, which follows, is omitted."""
     return matcher.get_error().partition("\n")[0][:300]

@@ -15,7 +15,7 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (--skip-tokeniz
 
 
 class NullTokenizer(Tokenizer):
-    """Decodes every id to nothing, and refuses text."""
+    """A tokenizer that decodes every id to "" and refuses text."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
@@ -32,14 +32,14 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """As in vLLM's return_tokens_as_token_ids."""
+        """Returns the text of vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 
 def load_tokenizer(
     folder: Path, chat_template: str | None, vocab_size: int, eos_token_ids: Sequence[int], *, skip: bool
 ) -> Tokenizer:
-    """Raises as Tokenizer.from_pretrained does."""
+    """Raises the errors of Tokenizer.from_pretrained."""
     return (
         NullTokenizer(eos_token_ids)
         if skip

@@ -15,14 +15,14 @@ RERANKER_PROMPT_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""Used in Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
+"""Text with which prompts ended in Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
 
 
 def encode_truncated(
     tokenizer: Tokenizer, texts: Sequence[str], limit: int, side: TruncationSide, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """`limit` includes special tokens. Raises InvalidRequest."""
+    """`limit`: maximum number of tokens, with special tokens. Raises InvalidRequest."""
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
     max_text_tokens = _max_text_tokens(limit, num_special_tokens)
     truncated = []
@@ -37,12 +37,13 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Returns ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair, whose
-    longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
+    """Returns each pair's ids, and where the second text starts if the tokenizer distinguishes segments (otherwise
+    None). `limit`: maximum number of tokens of a pair; the end of the longer text is cut first. `max_second_tokens`
+    does not count special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
-    # Each text once: a query may be paired with thousands of documents.
+    # Encode each text only once, because a query may be paired with thousands of documents.
     firsts = _encodings_by_text(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
     seconds = _encodings_by_text(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
     encoded = []
@@ -62,7 +63,7 @@ def encode_pairs_with_second_start(
 def encode_reranker_prompts(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], instruction: str | None, limit: int | None
 ) -> list[list[int]]:
-    """Cuts the document's end above `limit` tokens. Raises InvalidRequest."""
+    """If a prompt exceeds `limit` tokens, the document's end is cut. Raises InvalidRequest."""
     start, end = (
         tokenizer.encode(text, add_special_tokens=False) for text in (RERANKER_PROMPT_START, RERANKER_PROMPT_END)
     )
@@ -91,7 +92,7 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Encodings truncated to `max_text_tokens`, and lengths of at most `max_tokens`."""
+    """Returns each text's encoding, truncated to `max_text_tokens`, and its length, at most `max_tokens`."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

@@ -1,5 +1,5 @@
-"""Structural tags (XGrammar 0.2's format, also accepted by vLLM and SGLang): free text with tagged parts that follow a
-schema, as a Lark grammar for llguidance. Free text ends at the first trigger or end.
+"""Converts structural tags (XGrammar 0.2's format, also accepted by vLLM and SGLang) to a Lark grammar for llguidance.
+They describe free text with tagged parts that follow a schema. Free text ends at the first trigger or end.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""Fields by type. Others are refused unless null, false or []."""
+"""Supported fields by type. Other fields are refused unless they are null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
-    """JSON pointers of objects that allow undeclared properties."""
+    """JSON pointers of objects that still allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
     begin: str
     content: Mapping[str, Any]
     ends: tuple[str, ...]
-    """Empty if the content ends by itself."""
+    """Texts that may end the tag; empty if its content ends by itself."""
     path: str
-    """Such as format.tags[0], for error messages."""
+    """Path for error messages, such as format.tags[0]."""
 
 
 def structural_tag_grammar(
     value: Any, tokenizer: Tokenizer | None, close_schema: Callable[[Any], ClosedSchema]
 ) -> StructuralTagGrammar:
-    """`value`: an object or JSON text with `format`, or in the older form with `structures` and `triggers`. Without a
-    tokenizer, special tokens count as text. Raises InvalidRequest with the invalid part's path.
+    """`value`: an object or JSON text with `format`, or with `structures` and `triggers` in the older form. Without a
+    tokenizer, special tokens are treated as text. Raises InvalidRequest with the path of the invalid part.
     """
     tag = _parse_json(value, "structural_tag") if isinstance(value, str) else value
     if not isinstance(tag, Mapping):
@@ -99,7 +99,9 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """Rules for what follows a tag's begin, by path. Without sharing, the grammar would double per level."""
+        """Names of the rules for what follows a tag's begin, by path. Tags share rules, because otherwise the grammar
+        would double in size per level.
+        """
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -107,7 +109,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """Writers of formats that may end in free text, and so need the ends that can follow."""
+        """Writers of formats that may end in free text. They get the ends that can follow it."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
@@ -153,7 +155,7 @@ class _GrammarWriter:
                 alternatives.append(f"{text} {self._literal(end)}")
             elif not rest:
                 alternatives.append(self._add_rule(text, f"[suffix={json.dumps(end)}]"))
-            else:  # free text contains no special tokens, so it needs no lazy match
+            else:  # free text has no special tokens, so no lazy match is needed
                 alternatives.append(
                     f"{self._add_terminal(f'{text} {json.dumps(first)}')} {self._literal(end[len(first) :])}"
                 )
@@ -240,7 +242,7 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Writes free text up to the trigger, then one of the tags, which begin with it."""
+        """Writes free text up to the trigger, then one of the tags, whose `begin` starts with the trigger."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
@@ -304,7 +306,7 @@ class _GrammarWriter:
 
 
 def _read_type(format: Any, path: str) -> str:
-    """Raises InvalidRequest, also for unsupported fields with an effect."""
+    """Returns the format's type. Raises InvalidRequest, also for unsupported fields that are set."""
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")
@@ -317,7 +319,7 @@ def _read_type(format: Any, path: str) -> str:
 
 
 def _can_end_in_free_text(format: Any) -> bool:
-    """True if only the text that follows shows where it ends."""
+    """True if only the text after the format shows where the format ends."""
     if not isinstance(format, Mapping):
         return False
     if format.get("type") == "any_text":

@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""vLLM's key and setting."""
+"""Name of vLLM's key and of the setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""Ignored, because the only backend allows at most one space."""
+"""Keys of no constraint. Except CLOSE_OBJECTS_KEY, they have no effect, because the only backend allows at most one
+space.
+"""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects left open: their merged properties are undecidable."""
+    """JSON pointers of objects that stay open, because their merged properties cannot be decided."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Raises InvalidRequest if there is none."""
+    """Returns (kind, value) of each constraint. Raises InvalidRequest if there is none."""
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in options:
         if name not in CONSTRAINT_KINDS and name not in _IGNORED_KEYS:
@@ -47,8 +49,8 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """A json `value` is an object or JSON text. `close` forbids undeclared properties. `tokenizer`: for structural
-    tags. Raises InvalidRequest.
+    """If `kind` is json, `value` is an object or JSON text. `close`: whether to forbid undeclared properties.
+    `tokenizer`: for structural tags. Raises InvalidRequest.
     """
     if kind == "json_object":
         if value is not True:
@@ -70,7 +72,9 @@ def constraint_grammar(
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """A schema that closing makes too long stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    """If closing would make a schema too long, it stays open. Raises InvalidRequest for numbers that a grammar would
+    round.
+    """
     try:
         check_exact_numbers(schema)
         schema = without_unenforced_formats(schema)

@@ -15,14 +15,16 @@ def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, 
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Returns offsets in characters, never decreasing. Added tokens such as BOS begin where the next token does."""
+    """Returns each token's offset in characters. Offsets never decrease. Added tokens such as BOS begin where the next
+    token does.
+    """
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
     decoded, starts = decode_with_offsets(tokenizer, written)
     if decoded != text:  # the tokenizer normalizes texts, e.g. to NFC
         starts = _token_starts_from_library(tokenizer.backend, text)
-        if len(starts) != len(written):  # the library's spans may omit a word's space
+        if len(starts) != len(written):  # the library's spans may lack a word's space
             spans = zip(encoding.offsets, added, strict=True)
             starts = list(accumulate((start for (start, _), flag in spans if not flag), max))
     rest = iter(reversed(starts))
@@ -34,7 +36,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Positions are in the original text. The post-processor, left out, may exclude a word's space."""
+    """Positions are in the original text. The post-processor is not used, because it may exclude a word's space."""
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:
         bare.normalizer = backend.normalizer

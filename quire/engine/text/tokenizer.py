@@ -1,4 +1,6 @@
-"""Uses the tokenizers library. Imports transformers, which takes seconds, only without a tokenizer.json."""
+"""Encodes and decodes with the tokenizers library. Transformers, whose import takes seconds, is imported only if there
+is no tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ SPACE_MARK = "\u2581"
 log = logging.getLogger("quire.engine")
 ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
-"""Measured: three million took 40 s."""
+"""Measured: three million added tokens took 40 s."""
 _MAX_UNUSED_IDS = 65_536
-"""A vocabulary may skip as many ids as it has, plus these."""
+"""A vocabulary may leave as many ids unused as it has tokens, plus this many."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300
@@ -45,11 +47,11 @@ _MAX_ERROR_CHARACTERS = 300
 
 class DecoderType(Enum):
     BYTE_LEVEL = "byte_level"
-    """GPT-2: a character stands for a byte."""
+    """GPT-2's kind: each character of a token stands for a byte."""
     SENTENCE_PIECE = "sentence_piece"
-    """Llama 2: U+2581 stands for a space, `<0xE2>` for a byte."""
+    """Llama 2's kind: U+2581 stands for a space, `<0xE2>` for a byte."""
     OTHER = "other"
-    """Only the tokenizers library decodes it."""
+    """A kind that only the tokenizers library can decode."""
 
 
 class Tokenizer:
@@ -63,15 +65,15 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """`eos_token_ids` None means `eos_token`. Tokens beyond `model_vocab_size` are refused."""
+        """If `eos_token_ids` is None, `eos_token` ends answers. Ids from `model_vocab_size` on are refused."""
         self.backend = backend
         self.config = dict(config or {})
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """None if the model has all ids, as usual."""
+        """First id that the model lacks; None if it has all, as usual."""
         self.special_tokens = dict(special_tokens)
-        """Keyed by role (bos_token, eos_token, ...): variables of chat templates."""
+        """Keyed by role (bos_token, eos_token, ...). Chat templates get these as variables."""
         self.chat_templates = dict(chat_templates)
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
@@ -94,7 +96,7 @@ class Tokenizer:
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
         """Reads a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a
-        missing or unreadable tokenizer, ConfigError for an unreadable template file.
+        missing or unreadable tokenizer, and ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
@@ -112,7 +114,7 @@ class Tokenizer:
         backend.no_padding()
         check_normalizer_growth(backend)
         check_regexes(backend)
-        # Some contradictions only show here.
+        # Some contradictions in a tokenizer show only when it is used.
         with _wrap_library_errors(files.file_label("tokenizer.json")):
             backend.decode(backend.encode(_PROBE_TEXT).ids)
         templates = (
@@ -142,14 +144,14 @@ class Tokenizer:
 
     @cached_property
     def max_token_id(self) -> int:
-        """-1 without tokens. Takes 0.1 s for 150,000 tokens."""
+        """-1 if there are no tokens. Takes 0.1 s for 150,000 tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Raises InvalidRequest if the model lacks a token, or the library fails."""
+        """Raises InvalidRequest if the model lacks a token of the text, or the library fails."""
         encodings = self.encodings(texts, add_special_tokens=add_special_tokens)
         return [self.require_model_token_ids(encoding.ids) for encoding in encodings]
 
@@ -165,7 +167,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer failed on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
-        """Raises InvalidRequest for an id that would end the engine."""
+        """Returns `ids`. Raises InvalidRequest for an id that the model lacks, because it would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
@@ -184,22 +186,22 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Parts with their token's id; None for text in between."""
+        """Returns (part, token id); the id is None for text between special tokens."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Matches tokens such as `<|im_end|>`, which the tokenizer splits off before all others."""
+        """Matches added tokens such as `<|im_end|>`, which the tokenizer splits off before all other tokens."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns a vocabulary entry such as `Ġhello` or `▁hello`, or None."""
+        """Returns a vocabulary entry such as `Ġhello` or `▁hello`; None for an unknown id."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds within a text; empty outside the vocabulary."""
+        """Returns the bytes that the token adds within a text; b"" outside the vocabulary."""
         cached = self._bytes_cache.get(token_id)
         if cached is None:
             cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
@@ -213,7 +215,7 @@ class Tokenizer:
         return texts
 
     def token_display_text(self, token_id: int) -> str:
-        r"""Writes bytes of partial characters as OpenAI does: `\xe2\x82`."""
+        r"""Returns the token's text. Bytes of partial characters are written as OpenAI does: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
@@ -228,7 +230,7 @@ class Tokenizer:
         if self.decoder_type is DecoderType.BYTE_LEVEL:
             try:
                 return token.translate(_BYTE_TABLE).encode("latin-1")
-            except UnicodeEncodeError:  # the library takes a token with other characters as text
+            except UnicodeEncodeError:  # the library takes such a token as text
                 return token.encode()
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -248,7 +250,9 @@ def fallback_byte(token: str) -> int | None:
 
 
 def _make_byte_decoder() -> dict[str, int]:
-    """GPT-2's map (Radford et al., 2019): printable bytes map to themselves, others to U+0100 and up."""
+    """Returns GPT-2's map (Radford et al., 2019). In it, printable bytes map to themselves and other bytes to U+0100
+    and up.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -259,14 +263,14 @@ BYTE_DECODER = _make_byte_decoder()
 
 class _ByteTable(dict[int, int]):
     def __missing__(self, key: int) -> int:
-        return 0x100  # no byte
+        return 0x100  # not a byte
 
 
 _BYTE_TABLE = _ByteTable({ord(character): byte for character, byte in BYTE_DECODER.items()})
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Tries the longest tokens first, because a regex takes the first alternative that fits."""
+    """The pattern lists the longest tokens first, because a regex takes the first alternative that matches."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -290,7 +294,7 @@ def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple
 
 @contextmanager
 def _wrap_library_errors(name: str) -> Iterator[None]:
-    """The library raises plain Exceptions; on Rust panics, BaseExceptions."""
+    """Turns the library's errors into ModelError. They are plain Exceptions or, on Rust panics, BaseExceptions."""
     try:
         yield
     except ModelError:
@@ -305,7 +309,7 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
 
 
 def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
-    count = content.count(b'"single_word"')  # occurs once per added token
+    count = content.count(b'"single_word"')  # occurs once for each added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN
         log.warning("%s has %s added tokens: reading them takes about %.0f s", name, f"{count:,}", seconds)
@@ -314,7 +318,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Like transformers, adds tokens that only tokenizer_config.json lists, and makes tokens with a role special."""
+    """Adds tokens that only tokenizer_config.json lists, and makes tokens with a role special, as transformers does."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     new = [
@@ -322,7 +326,7 @@ def _add_missing_tokens(
         for token_id, entry in sorted(listed.items())
         if token_id not in known
     ]
-    # A call takes time in proportion to all added tokens.
+    # Each call takes time in proportion to all added tokens.
     for special, tokens in groupby(new, lambda token: token.special):
         (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
     roles = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

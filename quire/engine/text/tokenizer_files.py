@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.text.conversation.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Models' templates have about 10 KB. Compiling this takes seconds."""
+"""Models' templates have about 10 KB. Compiling one of this size takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -39,8 +39,8 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json, which may have other `*_token`
-    entries.
+    """Fields of tokenizer_config.json, special_tokens_map.json and chat_template.json. The files may also have other
+    `*_token` entries.
     """
 
     bos_token: _SpecialToken
@@ -55,13 +55,13 @@ class _TokenizerConfigFields(TypedDict, total=False):
 
 
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
-    """Returns {} without a file. Raises ModelError."""
+    """Returns {} if there is no file. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
     return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """`…_token` entries are strings, or objects with `content`."""
+    """Returns the `…_token` entries, each a string or an object with `content`, as strings."""
     special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -71,7 +71,9 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Keys are roles (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
+    """Returns tokens keyed by role (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises
+    ModelError.
+    """
     # Some models have an empty file, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
@@ -79,7 +81,7 @@ def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) 
 
 
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
-    """A text that contains a brace is source."""
+    """A text that contains a brace is Jinja source, any other a path."""
     try:
         return {
             "default": path_or_source
@@ -91,7 +93,7 @@ def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
 
 
 def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
-    """As in transformers, separate files override tokenizer_config.json."""
+    """Files of their own override tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -123,9 +125,9 @@ def read_eos_token_ids(
     chat_template: str | None = None,
 ) -> tuple[int, ...]:
     """Returns all tokens that end an answer: those of generation_config.json and config.json (or the GGUF header),
-    `eos_token`, and the one that ends an assistant's turn in the chat template. `vocab_size`: the model's; larger ids
-    are dropped. `tokenizer`: files of a separate one. `chat_template`: see templates_from_path_or_source. Broken files
-    are ignored, because other readers report them.
+    `eos_token`, and the token that ends an assistant's turn in the chat template. `vocab_size`: the model's; ids beyond
+    it are dropped. `tokenizer`: files of a separate tokenizer. `chat_template`: see templates_from_path_or_source.
+    Broken files are ignored, because other readers report them.
     """
     ids: list[int] = []
     for content in (
@@ -172,14 +174,14 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """Loads only special tokens' ids, because more takes a second."""
+    """Decodes only special tokens' ids, because decoding more takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
 
 
 class _SpecialTokenReader:
-    """Raises ModelError for unreadable files."""
+    """Raises ModelError if files are unreadable."""
 
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
@@ -213,16 +215,16 @@ class _SpecialTokenReader:
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
         """Returns the special token directly after an assistant's text, if it always ends the turn: it must be the same
-        after the last message and before a user's. That excludes harmony's `<|return|>` and tokens that begin the
-        user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has harmony's end
-        tokens, and a token directly before one of `ends`.
+        token after the last message and before a user's message. That excludes harmony's `<|return|>` and tokens that
+        begin the user's turn. Tokens between parts of an answer are excluded too: `<|end|>` if the vocabulary has
+        harmony's end tokens, and a token directly before one of `ends`.
         """
         from quire.engine.text.conversation.chat_template import (
             ChatRenderer,  # imports Jinja, which most callers do not need
         )
 
         tokens = sorted(self._token_ids, key=len, reverse=True)
-        # Adaptation could move text out of the answer.
+        # Adaptation could move text out of the answer, so it is off.
         renderer = ChatRenderer(
             {"default": template}, self._special_tokens, allow_unknown_roles=True, adapt_conversations=False
         )
@@ -251,7 +253,7 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
-    """Empty if they do not follow one another."""
+    """Returns "" if `begin` and `end` do not occur in this order."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 
@@ -264,7 +266,7 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
-    """`tokens`: sorted longest first."""
+    """`tokens` must be sorted by length, longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

@@ -1,5 +1,5 @@
 """Finds tokenizer patterns that take exponential time. The tokenizers library backtracks, cannot be interrupted, and
-panics after ten million steps, so a separate process tries patterns, and ends if they take too long.
+panics after ten million steps. So a separate process tries patterns, and is killed if one takes too long.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MAX_CPU_SECONDS = 2.0
-"""Usual patterns take milliseconds."""
+"""Limit per pattern. Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
-"""Wall-clock time, even on a busy machine."""
+"""Limit of wall-clock time, long enough for a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
 _PROBE_LENGTHS = (16, 48, 400)
-"""The first two reveal exponential time, the last a high power of the length."""
+"""Lengths of texts that are tried. The first two reveal exponential time, the last a high power of the length."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
 _REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
 _MAX_SAFE_REPEATS = 2
-"""With this many repeats, time grows at most with this power of the length."""
+"""A pattern with at most this many repeats is safe: time grows at most with this power of the length."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
 
@@ -85,7 +85,7 @@ def _keys_and_string_values(state: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """The panic's type derives from BaseException and cannot be imported."""
+    """Recognizes a panic by its name, because the panic's type derives from BaseException and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -99,8 +99,8 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Repeats one or two characters, then breaks the match. Some texts contain every character of the pattern, because
-    the library skips texts that lack a required one.
+    """Yields texts that repeat one or two characters and then break the match. Some texts contain every character of
+    the pattern, because the library skips texts that lack a required character.
     """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
@@ -122,11 +122,11 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Prints a line before trying each pattern of a JSON list. A slow one ends the process."""
-    import tokenizers  # here, because the module's other users need no tokenizers
+    """Prints a line before it tries each pattern of a JSON list. A slow pattern ends the process."""
+    import tokenizers  # not at the top, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even in Rust code
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # this kills the process even while Rust code runs
     for pattern in json.loads(sys.stdin.buffer.read()):
         print(flush=True)
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

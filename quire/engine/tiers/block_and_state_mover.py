@@ -1,4 +1,4 @@
-"""Moves KV blocks (numbers from 0) and state snapshots (~slot)."""
+"""Moves KV blocks, whose numbers start at 0, and state snapshots, whose number is ~slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads KV blocks into the prefix cache, where rescheduled requests find them."""
+"""Loads KV blocks into the prefix cache, where the requests that waited for them find them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""After this the request computes its blocks instead."""
+"""After this time a request computes the blocks instead."""
 _POLL_SECONDS = 0.005
-"""After this an idle engine looks for messages."""
+"""Interval at which an idle engine looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
@@ -33,7 +33,7 @@ PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
 class IncomingSnapshot(NamedTuple):
     slot: int
     digest: bytes
-    """The snapshot follows this block."""
+    """Hash of the block after which the snapshot was taken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """Per block: hashes of its beginnings, then its own."""
+    """For each block: the hashes of its beginnings, then its own."""
     tiers: list[str]
     began_at: float
     generation: int
@@ -51,13 +51,13 @@ class BlockLoad:
     num_filled: int = 0
     """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(blocks, seconds) by tier."""
+    """(blocks, seconds), keyed by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
 
 class BlockLoader:
-    """Public methods are for the engine's loop. Threads fetch blocks."""
+    """Fetches blocks in threads. The engine's loop calls the public methods."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BlockLoader:
         threads: ThreadPoolFactory = ThreadPoolExecutor,
         timeout: float = LOAD_TIMEOUT_SECONDS,
     ) -> None:
-        """`promote_block`: called in threads with a block found below the first tier."""
+        """`promote_block`: called in threads with a block that was found in another tier than the first."""
         self._snapshot_bytes, self._timeout = snapshot_bytes, timeout
         self._promote_block = promote_block
         self._tiers = tiers
@@ -77,7 +77,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """They keep their blocks until they end."""
+        """Loads for which no request waits any longer. Their blocks are released when they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -85,7 +85,7 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
-        """Excludes overdue loads, for which no request waits."""
+        """True if requests wait for loads. Overdue loads do not count."""
         return bool(self._open_loads)
 
     @property
@@ -93,7 +93,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """False if the block is not being loaded."""
+        """Let the request wait for the load of this block. False if the block is not being loaded."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -109,7 +109,7 @@ class BlockLoader:
         generation: int,
         snapshot: IncomingSnapshot | None = None,
     ) -> None:
-        """The pool must have room."""
+        """The pool must have enough free blocks."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
         self._mover.announce_block_writes(blocks)
@@ -122,7 +122,9 @@ class BlockLoader:
     def take_finished_and_overdue_loads(
         self, now: float
     ) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
-        """The caller must release finished loads. Overdue loads come with the requests that no longer wait for them."""
+        """Return finished loads, which the caller must release, and overdue loads with the requests that no longer wait
+        for them.
+        """
         self._finished_event.clear()
         finished = []
         while self._finished:
@@ -149,7 +151,7 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """The request has ended, but its blocks still arrive."""
+        """Note that the request has ended. Its blocks are still loaded."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)
@@ -158,7 +160,7 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Waits at most the timeout."""
+        """Wait for loads, but at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -178,14 +180,14 @@ class BlockLoader:
                 load.has_snapshot = snapshot is not None and self._fill_block(
                     load, ~snapshot.slot, state_key(snapshot.digest)
                 )
-        except Exception:  # the request computes the rest
+        except Exception:  # the request computes the blocks that are missing
             log.exception("KV blocks cannot be copied to the device")
         load.ended_at = clock.monotonic()
         self._finished.append(load)
         self._finished_event.set()
 
     def _fill_block(self, load: BlockLoad, block: int, digest: bytes) -> bool:
-        """Fetch a block, or ~slot, from the first tier that has it."""
+        """Fetch a block, or the state of ~slot, from the first tier that has it."""
         num_bytes = self._mover.block_bytes if block >= 0 else self._snapshot_bytes
         for index, tier in enumerate(self._tiers):
             began_at = clock.monotonic()

@@ -1,4 +1,6 @@
-"""Copies KV blocks to tiers in a thread, when a request leaves the device and at the latest before they are reused."""
+"""Copies KV blocks to tiers in a thread. Copying begins when a request leaves the device; at the latest, blocks are
+copied before they are reused.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""Further blocks are dropped."""
+"""While more copies than this are unwritten, further blocks are dropped."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """The engine's loop calls all public methods except `promote_block`."""
+    """Copies and stores blocks. The engine's loop calls all public methods except `promote_block`."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -28,7 +30,7 @@ class BlockWriter:
         self._copy_lock = Lock()
         self._store_lock = Lock()
         self.generation = 0
-        """Grows with resets. Earlier transfers are then dropped."""
+        """Incremented by each reset. Transfers that began before the reset are then dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
@@ -36,7 +38,7 @@ class BlockWriter:
         self.num_forced_copies = 0
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Blocks must be full. A prefix's first blocks count as most recently used."""
+        """Copy these full blocks, given in a prefix's order. The first ones then count as most recently used."""
         new_blocks = []
         for block, digest in reversed(blocks):
             is_stored = [tier.lookup(digest) for tier in self._tiers]  # a lookup counts as a use
@@ -77,7 +79,7 @@ class BlockWriter:
         wait([last], _CLOSE_TIMEOUT_SECONDS)
 
     def promote_block(self, digest: bytes, copy: BlockContent, tiers: Sequence[Tier], generation: int) -> None:
-        """Thread-safe."""
+        """Store a loaded block in these tiers, too. Thread-safe."""
         with self._store_lock:
             if generation == self.generation:
                 for tier in tiers:

@@ -1,7 +1,8 @@
-"""The disk tier: a file per block, evicted least recently used first (by modification time). It survives the engine.
+"""The disk tier. It has a file for each block, evicts the least recently used files first (by modification time), and
+survives the engine.
 
-Each identity (kv_identity.py) has its own subfolder. All share the limit. Folders are 0700, files 0600. Files are
-renamed when complete and verified when read, because disks and power fail.
+Each identity (kv_identity.py) has its own subfolder. All subfolders share the limit. Folders have mode 0700, files
+0600. Files are renamed when they are complete and verified when they are read, because disks and power fail.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """Servers may share a folder. Each counts only the bytes that it knows of."""
+    """Several servers may share a folder. Each counts only the files that it has listed or written."""
 
     name = "disk"
 
@@ -39,7 +40,7 @@ class DiskTier:
         self._identity_folder = identity.hex()
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, int] = OrderedDict()
-        """Bytes by path below the root, least recently used first."""
+        """Size in bytes, keyed by path below the root, least recently used first."""
         self._bytes = 0
         self._lock = Lock()
         self._write_failed = False
@@ -119,7 +120,7 @@ class DiskTier:
         (self._root / name).unlink(missing_ok=True)
 
     def _evict(self) -> None:
-        """Removes files without the lock, so that lookups do not wait for the disk."""
+        """Removes files without holding the lock, so that lookups do not wait for the disk."""
         evicted = []
         with self._lock:
             while self._bytes > self._max_bytes:
@@ -131,7 +132,7 @@ class DiskTier:
 
 
 def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
-    """(path, bytes), least recently used first. Removes unfinished files of dead processes."""
+    """Returns (path, bytes), least recently used first. Removes unfinished files of processes that have ended."""
     for leftover in root.parent.glob(f"{DELETED_PREFIX}{KV_DIR_NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     files = []

@@ -14,14 +14,14 @@ log = logging.getLogger("quire.tiers")
 
 CALL_TIMEOUT_SECONDS = 30.0
 _THREADS = 5
-"""Enough for all callers: the loading threads and the storing one."""
+"""One thread for each possible caller: the loading threads and the storing thread."""
 
 Result = TypeVar("Result")
 
 
 class GuardedTier:
-    """Verifies blocks of a tier outside the engine's memory, and treats exceptions as misses. A call that exceeds the
-    timeout disables the tier until the engine is rebuilt. `lookup` has no timeout.
+    """Protects the engine from a tier outside its memory. Blocks are verified, and exceptions count as misses. A call
+    that exceeds the timeout disables the tier until the engine is rebuilt. `lookup` has no timeout.
     """
 
     def __init__(self, tier: Tier, identity: bytes, timeout: float = CALL_TIMEOUT_SECONDS) -> None:
@@ -32,7 +32,7 @@ class GuardedTier:
         self._identity = identity
         self._last_call_failed = False
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
-        for number in range(_THREADS):  # daemon threads: an executor's would block the process's exit
+        for number in range(_THREADS):  # daemon threads, because an executor's threads would block the process's exit
             Thread(target=self._run_calls, name=f"kv-{self.name}-{number}", daemon=True).start()
 
     def lookup(self, digest: bytes) -> bool:
@@ -61,7 +61,7 @@ class GuardedTier:
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
-        """None if the call raises or times out."""
+        """None if the call raises an exception or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()
@@ -80,7 +80,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """Logs only the first exception in a row."""
+        """Only the first of successive exceptions is logged."""
         try:
             result = call()
         except Exception:

@@ -1,7 +1,7 @@
-"""16-byte fingerprint of everything except tokens that a KV block depends on.
+"""A 16-byte fingerprint of everything except tokens that a KV block depends on.
 
-Weights count by content. Hashing takes about a second per GiB, so the hash is stored with the files' sizes, times and
-inodes.
+Weights are identified by their content. Hashing takes about a second per GiB, so hashes are stored together with the
+files' sizes, times and inodes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Samples shared among all weight files, and bytes per sample."""
+"""Number of samples of all weight files together, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
-"""This holds even if the total then exceeds _NUM_SAMPLES."""
+"""Each file has at least this many samples, even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
 _THREADS = 4
 _HASHES_FILE = "weights.json"
@@ -37,7 +37,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`layout`: see BlockMover. The identity includes the code of kernels, layers and models."""
+    """`layout`: see BlockMover. The identity also covers the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -61,7 +61,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
 
 
 def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
-    """Independent of the path. "" if no file has the weights, or they changed while loading."""
+    """A digest that does not depend on the path. "" if no file has the weights, or if files changed while loading."""
     if files is None or (sample := files.sample_digest()) is None:
         return ""
     raw = json.dumps(model.raw, sort_keys=True, default=repr)
@@ -70,7 +70,7 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 @cache
 def code_hash() -> bytes:
-    """Computed once per process, which keeps running the code that it loaded."""
+    """Computed only once per process, because the process keeps running the code that it loaded."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
@@ -81,7 +81,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """Create it before loading, because it takes the files' stamps."""
+    """The files of weights. Must be constructed before loading, because it records the files' sizes and times."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -89,7 +89,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Another training changes it; a change of a few rows may not. None if files changed."""
+        """Another training changes this digest, but a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -107,7 +107,7 @@ class WeightFiles:
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
         """None if files changed."""
         if self._is_dummy:
-            return bytes(16)  # the identity includes the seed
+            return bytes(16)  # dummy weights: the identity includes their seed
         if not self._are_files_unchanged():
             return None
         key = blake2b(repr(self._stamps).encode(), digest_size=16).hexdigest()
@@ -142,7 +142,7 @@ def _file_stamp(file: Path) -> FileStamp:
 
 
 def _hash_file_part(part: tuple[str, int]) -> bytes:
-    """Includes the position, because the same bytes elsewhere are other weights."""
+    """The hash includes the part's position, because the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:
         file.seek(begin)

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 _EMA_WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32
-"""Smaller steps do not show the cost of prompt tokens."""
+"""Smaller steps are not measured, because they do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32
-"""Load anyway after this many refusals, because the tier may be fast again."""
+"""After this many decisions against a tier, load anyway, because the tier may be fast again."""
 
 
 class LoadCosts:
-    """Chooses between loading and computing by measured costs. Unmeasured tiers count as free."""
+    """Decides by measured costs whether to load or to compute blocks. A tier without measurements counts as free."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
         self.block_seconds: dict[str, float] = {}
-        """Time to load a block, keyed by tier."""
+        """Seconds to load a block, keyed by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:
@@ -27,7 +27,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """Number of leading blocks that saves most time."""
+        """Number of leading blocks whose loading saves the most time."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

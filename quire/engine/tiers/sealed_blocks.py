@@ -1,5 +1,5 @@
-"""Blocks outside the engine's memory have a header: identity, hash, length and checksum. Damaged or foreign blocks are
-misses.
+"""Adds a header to blocks outside the engine's memory: identity, hash, length and checksum. Damaged or foreign blocks
+count as misses.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ HEADER_BYTES = len(_MAGIC) + 16 + 16 + 8 + _CHECKSUM_BYTES
 
 
 def seal_block(identity: bytes, digest: bytes, content: BlockContent) -> bytes:
-    """`identity` and `digest`: 16 bytes each."""
+    """`identity` and `digest` have 16 bytes each."""
     head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")
     return b"".join((head, _checksum(head, content), content))
 
 
 def unseal_block(identity: bytes, digest: bytes, sealed: BlockContent) -> memoryview | None:
-    """None if not intact."""
+    """Return the content; None if the block is damaged or foreign."""
     view = memoryview(sealed)
     content = view[HEADER_BYTES:]
     head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")

@@ -6,21 +6,21 @@ BlockContent = bytes | memoryview
 
 
 class Tier(Protocol):
-    """A place for KV blocks: host memory, a disk, or a shared store.
+    """A store for KV blocks: host memory, a disk, or a shared store.
 
-    `digest`s have 16 bytes. Several threads may call any method at once. Exceptions are logged and count as misses.
+    Each `digest` has 16 bytes. Several threads may call any method at once. Exceptions are logged and count as misses.
     """
 
     name: str
 
     def lookup(self, digest: bytes) -> bool:
-        """True if `fetch` would find the block, which counts as a use.
+        """Return True if `fetch` would find the block. A lookup counts as a use of the block.
 
-        The engine's loop calls this between steps, so it must answer at once, from memory. It may be wrong.
+        The engine's loop calls this between steps, so it must answer at once, from memory. The answer may be wrong.
         """
 
     def fetch(self, digest: bytes) -> BlockContent | None:
-        """None if the block is not there. May be slow: only requests that need the block wait."""
+        """Return the block, or None if it is missing. May be slow, because only requests that need the block wait."""
 
     def put(self, digest: bytes, page: BlockContent) -> None:
         """Store a block, or do nothing if there is no room. May be slow."""

@@ -51,8 +51,8 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader | None, list[str]]:
-    """None without tiers. Also returns notes. `weight_files`: None if no file has the weights, so a later engine could
-    not verify them.
+    """Return the offloader, or None without tiers, and notes. `weight_files` is None if no file has the weights; then a
+    later engine could not verify blocks on disk.
     """
     if not (settings := requested_tier_setting_names(config)):
         return None, []
@@ -84,7 +84,9 @@ def make_kv_offloader(
 
 
 def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tuple[bytes | None, str]:
-    """Returns a hash of the weights' content, or None and why there is none. Raises ConfigError for the folder."""
+    """Returns a hash of the weights' content, or None and why there is none. Raises ConfigError if the folder for
+    hashes is unusable.
+    """
     kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
     if weight_files is None:
         return None, "are in no file"
@@ -92,7 +94,7 @@ def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tup
 
 
 def _make_persistent_tiers(config: EngineConfig, identity: bytes, sizes: dict[str, TierUsage]) -> list[Tier]:
-    """Adds to `sizes`. Raises ConfigError."""
+    """Adds the tiers' usages to `sizes`. Raises ConfigError."""
     tiers: list[Tier] = []
     if config.kv_offload_dir is not None:
         disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
@@ -110,7 +112,7 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
 
 
 def _make_custom_tier(name: str, identity: bytes) -> Tier:
-    """`name`: module:function. Raises ConfigError."""
+    """`name`: module:function of a user. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         tier: Tier = getattr(import_module(module), function)(identity)
@@ -123,7 +125,7 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """Rewrites block 0, so no request may use the device yet."""
+    """Measures the copy of a block. Rewrites block 0, so no request may use the device yet."""
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

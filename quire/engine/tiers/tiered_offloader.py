@@ -20,7 +20,7 @@ from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
 TierUsage = Callable[[], tuple[int, int]]
-"""(blocks, bytes) in a tier."""
+"""Returns the number of blocks in a tier, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TieredKVOffloader(KVOffloader):
         state_mover: BlockMover | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`tiers` begin with the nearest."""
+        """`tiers`: the nearest one first."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
         self.load_seconds = 0.0
@@ -52,12 +52,12 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """These requests compute missing blocks instead of loading them, because others may take loaded blocks
-        repeatedly.
+        """Ids of requests that were loaded once and compute further missing blocks. Otherwise other requests could take
+        loaded blocks again and again.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
-        """(blocks loaded, seconds) by tier."""
+        """(number of loaded blocks, seconds), keyed by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
@@ -101,7 +101,7 @@ class TieredKVOffloader(KVOffloader):
         if request.engine_request.id in self._loaded_ids:
             return False
         block_hashes, on_device = self._prefix_cache.hashes_of_full_blocks(request), cached
-        if self._prefix_cache.snapshots is not None:  # the device may have blocks after the last snapshot
+        if self._prefix_cache.snapshots is not None:  # the device may have blocks without a snapshot
             on_device = self._pool.get_cached_prefix([hashes[-1] for hashes in block_hashes])
         missing = block_hashes[len(on_device) :]
         if missing and self._loads.join_load(request, missing[0][-1]):
@@ -127,7 +127,9 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """If a snapshot is required, choose only blocks up to one. Reserves a slot for a snapshot from a tier."""
+        """Choose how many blocks to load. If a request needs a snapshot, only blocks up to one are chosen. If the
+        snapshot is in a tier, a slot is reserved for it.
+        """
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:
             return None, len(digests)

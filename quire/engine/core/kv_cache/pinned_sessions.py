@@ -117,7 +117,7 @@ class PinnedSessions:
         if session is None or session not in self._sessions:
             session = Session(engine_request.tenant, _session_key(request))
             self._sessions[session] = None
-        session.num_turns += engine_request.id != session.last_request_id  # a preempted request repeats its turn
+        session.num_turns += engine_request.id != session.last_request_id  # preempted requests repeat a turn
         session.last_request_id, session.paused_at = engine_request.id, self._clock()
         session.keep_seconds = engine_request.keep_seconds or DEFAULT_KEEP_SECONDS
         self._forget_tail_hash(session)
@@ -143,7 +143,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """Find the request's session by its key or its last hash. A session found by its hash gets the request's key."""
+        """Find the request's session by its key or last hash. A session found by its hash gets the request's key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session

@@ -28,8 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Inserted between two messages that a template refuses in succession and that cannot be merged; the first is
-preferred.
+"""Texts of a message inserted between two others that a template refuses in succession and that cannot be merged. The
+first text is preferred.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
@@ -59,7 +59,7 @@ class AdaptationRule(NamedTuple):
     filler_index: int = 0
 
     def label(self, role: str) -> str:
-        """Empty if nothing changes."""
+        """Describes the rule; "" if it changes nothing."""
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")
@@ -70,7 +70,9 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Yields the order to try. `text_results`: calls are text, so results must be too."""
+    """Yields rules in the order in which to try them. `text_results`: calls are written as text, so results must be
+    too.
+    """
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

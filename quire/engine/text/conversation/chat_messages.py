@@ -11,7 +11,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """None becomes "", because templates concatenate content unchecked."""
+    """Converts content for a template. None becomes "", because templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [
@@ -21,7 +21,7 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
-    """A refusal's text is in `refusal`."""
+    """Text of a content part; a refusal's is in `refusal`."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 
@@ -32,7 +32,7 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
-    """Omits empty contents."""
+    """Joins contents, omitting empty ones."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)
@@ -44,7 +44,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """Fills all reasoning fields. Tool arguments become objects, or JSON strings with `text_arguments`."""
+    """Fills all reasoning fields. Tool arguments become objects or, with `text_arguments`, JSON strings."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):

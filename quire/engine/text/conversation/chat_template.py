@@ -39,13 +39,13 @@ from quire.engine.unsupported_options import suggest_nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
-"""Missing ones are "", because templates concatenate them."""
+"""If a token is missing, its variable is "", because templates concatenate it."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Ends the final message, as in transformers."""
+"""Marks the end of the final message while it is rendered, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Enough to render a few made-up messages."""
+"""Step limit of a probe. It suffices to render a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""Probing stops after this many probes that exceed the step limit."""
+"""Probing stops after this many probes that exceeded the step limit."""
 
 
 class ChatRenderer:
@@ -59,7 +59,7 @@ class ChatRenderer:
         content_format: Literal["auto", "string", "openai"] = "auto",
         adapt_conversations: bool = True,
     ) -> None:
-        """`variables` are defaults for `render`. Raises ModelError for a template that is invalid Jinja or
+        """`variables`: defaults for `render_conversation`. Raises ModelError for a template that is invalid Jinja or
         never ends.
         """
         self._variables, self._content_format = dict(variables or {}), content_format
@@ -113,7 +113,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """With continue_final_message, the prompt ends where the last message's content ends.
+        """Renders a prompt. With continue_final_message, it ends where the last message's content ends.
 
         Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
         """
@@ -158,13 +158,13 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises InvalidRequest if the template refuses."""
+        """Renders messages as they are. Raises InvalidRequest if the template refuses them."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
-        """Raises InvalidRequest for invalid Jinja."""
+        """Returns a renderer for a caller's template. Raises InvalidRequest for invalid Jinja."""
         try:
             renderer = ChatRenderer(
                 {"default": source},
@@ -181,8 +181,8 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Describes tools in the system message if the template does not show them, or `always`. `call_format`: an
-        example.
+        """Returns a renderer that describes tools in the system message, if the template does not show tools or
+        `always` is set. `call_format`: an example of a call.
         """
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)
@@ -213,7 +213,7 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """None: refused."""
+        """Returns None if the template refuses."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -225,7 +225,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Returns messages, whether one was inserted to describe tools, and the template's tools."""
+        """Returns messages, whether one was inserted to describe tools, and the tools for the template."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -280,7 +280,7 @@ class ChatRenderer:
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raises ModelError if a short message exceeds the limit."""
+        """Raises ModelError if the template exceeds the step limit for a short message."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
@@ -291,7 +291,9 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Prefers "tool_use" for a request with tools, else takes "default". Raises InvalidRequest if there is none."""
+        """Returns "tool_use" for a request with tools if there is one, otherwise "default". Raises InvalidRequest if
+        there is none.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -303,19 +305,21 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Cuts as transformers does. Raises InvalidRequest if the text lacks the unchanged message."""
+    """Removes the mark and what follows, as transformers does. Raises InvalidRequest if the text lacks the unchanged
+    message.
+    """
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
             "continue_final_message: the chat template changes the text of the final message",
             param="continue_final_message",
         )
-    # If the mark's trailing space is gone, the template trims messages.
+    # If the mark's trailing space is missing, the template trims messages.
     return text[:mark_start] if text.startswith(CONTINUE_MARK, mark_start) else text[:mark_start].rstrip()
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """Marks text for training; prompts get only the body."""
+    """A block that marks text for training. In prompts only its body appears."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -326,11 +330,11 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class ReadOnlyList(list[Any]):
-    """Templates cannot change it, as in transformers."""
+    """A list that templates cannot change, as in transformers."""
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
+    """Unlike in transformers, templates may change lists that they create, because Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
@@ -338,8 +342,8 @@ class ChatTemplateSandbox(BoundedEnvironment):
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
-    """Raise InvalidRequest for an unknown role: most templates would write it into the prompt, and answers would be
-    worse.
+    """Raise InvalidRequest for an unknown role, because most templates would write it into the prompt, and answers
+    would be worse.
     """
     for number, message in enumerate(messages):
         role = message["role"]
@@ -353,7 +357,7 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]
 
 
 def _find_string_literals(template: nodes.Template) -> frozenset[str]:
-    """Includes roles that the template treats specially."""
+    """Returns the template's string literals, which include all roles that it treats specially."""
     texts = [each.value for each in template.find_all(nodes.Const)]
     return frozenset(text for text in texts if isinstance(text, str) and text.strip())
 

@@ -15,14 +15,14 @@ from quire.engine.text.conversation.planner import Adaptation, ConversationPlan,
 from quire.engine.text.conversation.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Each rendering bans rules that failed before."""
+"""Maximum number of renderings. Each one bans the rules that failed in earlier ones."""
 _MAX_SEARCHED_UNITS = 256
-"""Refusals of longer conversations are blamed on the last unit."""
+"""If a longer conversation is refused, the error names the last unit without a search."""
 ADAPTATION_OFF_MESSAGE = (
     "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
 )
 _REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
-"""Templates drop an assistant's text before the last of these."""
+"""Templates drop the text of an assistant up to the last of these."""
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _MAX_SEARCHED_CHARACTERS = 200
 
@@ -38,8 +38,8 @@ class ConversationRenderer:
     def __init__(
         self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest if the template refuses. `prompt`: whether a generation prompt follows; None:
-        the last message is continued.
+        """`render` raises InvalidRequest if the template refuses. `prompt`: whether a generation prompt follows; None
+        means that the last message is continued.
         """
         self._units = units
         self._render_messages = render
@@ -47,8 +47,8 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest with messages[i] that no rule renders (unless `allow_missing`) or that need a rule
-        (without `adapt`).
+        """Raises InvalidRequest that names messages[i] if no rule renders it (unless `allow_missing`), or if it needs a
+        rule (without `adapt`).
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None
@@ -146,7 +146,7 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
-    """`expected` may be trimmed, or escaped as JSON or HTML."""
+    """True if `text` contains `expected`, which may be trimmed, or escaped as JSON or HTML."""
     if by_assistant:
         for end in _REASONING_ENDS:
             expected = expected.rpartition(end)[2]
@@ -161,7 +161,7 @@ def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bo
 
 
 def _contains_lines(text: str, expected: str) -> bool:
-    """Templates may indent lines, or cut a text at their marks."""
+    """True if all lines occur in order. Templates may indent lines, or split a text at their marks."""
     search_start = 0
     for line in expected.splitlines():
         line = line.strip()
@@ -179,7 +179,9 @@ def _part_texts(content: Any) -> list[str]:
 
 
 def _argument_words(message: Message) -> Iterator[str]:
-    """One word per argument: spellings differ, and probes prove that all are shown."""
+    """Yields only one word per argument, because spellings differ, and probes have shown that templates write all
+    arguments.
+    """
     rest: list[Any] = [tool_call_function(call).get("arguments") for call in message_calls(message)]
     while rest:
         value = rest.pop()

@@ -1,4 +1,4 @@
-"""A unit is one message, or an assistant's calls with the results directly after it."""
+"""Splits conversations into units: single messages, or an assistant's calls with the results directly after them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ Message = dict[str, Any]
 RESULT_ROLES = ("tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 MAX_COUNTED_CALLS = 3
-"""A message's further calls do not count."""
+"""Shapes do not distinguish higher numbers of calls."""
 
 ContentKind = Literal["empty", "text", "parts"]
-"""parts: with images."""
+""""parts": a list of parts, with images."""
 IdKind = Literal["short", "foreign", "missing"]
-"""short: nine letters and digits, which all templates accept."""
+""""short": nine letters and digits, which all templates accept."""
 ArgumentsKind = Literal["object", "text", "value"]
-"""text: a string that is not JSON, or JSON of a string. value: other JSON."""
+""""text": a string that is not JSON, or JSON of a string. "value": other JSON."""
 ResultsKind = Literal["none", "whole", "reordered", "partial", "mixed", "unmatched"]
-"""whole: one per call, in order. mixed: some answer no call. unmatched: all do not."""
+""""whole": one result per call, in order. "mixed": some results answer no call. "unmatched": no result answers a call.
+"""
 
 
 class UnitShape(NamedTuple):
@@ -42,12 +43,12 @@ class UnitShape(NamedTuple):
 class MessageUnit:
     messages: tuple[Message, ...]
     index: int
-    """-1 if Quire added it."""
+    """Index of the unit's first message in the request; -1 if Quire added the message."""
     is_tool_description: bool = False
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index` is -1 if a tool description comes first."""
+    """`first_index` is -1 if the first message is a tool description that Quire added."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -67,7 +68,7 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
-    """Includes the deprecated `function_call`."""
+    """Returns a message's calls, including the deprecated `function_call`."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):
@@ -93,7 +94,9 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Returns call indices of results. Results without id answer the first open call, of the same name if given."""
+    """Returns for each result the index of its call, or None. A result without id answers the first open call, with the
+    same name if it has a name.
+    """
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))

@@ -1,5 +1,5 @@
-"""Renders made-up texts to find rules by which a chat template accepts each unit. A rule depends only on what precedes
-the unit, so a growing conversation keeps its prompts' prefix.
+"""Finds rules by which a chat template accepts each unit, by rendering made-up texts. A rule depends only on what
+precedes the unit, so a growing conversation keeps its prompts' prefix.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_uni
 from quire.engine.text.conversation.unit_writer import UnitWriter
 
 RenderProbe = Callable[[list[Message], bool, bool], str | None]
-"""Maps (messages, tools, generation prompt) to text, or None if refused."""
+"""Maps (messages, tools, generation prompt) to text; None if the template refuses."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""By index of a message unit: rules or fixes that failed when the conversation's actual texts were rendered."""
+"""Keyed by index of a message unit: rules or fixes that failed when the actual conversation was rendered."""
 
 MAX_CACHED_STATES = 2000
 _MAX_STATE_STEPS = 12
@@ -29,7 +29,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Rules that allow one of these continuations go first."""
+"""What usually follows a role. Rules after which the template accepts one of these continuations are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """`prompt`: whether a generation prompt follows; None: the last message is continued."""
+        """`prompt`: whether a generation prompt follows; None means that the last message is continued."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -125,15 +125,15 @@ class ConversationPlanner:
 
     def _learn_transition(self, state: _AutomatonState, shape: UnitShape, tools: bool) -> None:
         rule, sure = self._choose_rule_and_certainty(state, shape, tools, frozenset())
-        if len(state.transitions) > MAX_CACHED_STATES:  # only reached if callers may invent roles
+        if len(state.transitions) > MAX_CACHED_STATES:  # happens only if callers may invent roles
             state.transitions.clear()
         state.transitions[shape] = rule, self._state_after_rule(state, shape, rule, tools), sure
 
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """Returns the first rule that the template accepts with a usual continuation, or else the first it accepts.
-        False: it accepts none, and the unit stays unchanged.
+        """Returns the first rule with which the template accepts the unit and a usual continuation, otherwise the first
+        with which it accepts the unit. Also returns False if there is no such rule; the unit then stays unchanged.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
@@ -178,7 +178,7 @@ class ConversationPlanner:
         return alone or any(lengths), ends_here and goes_on and stays
 
     def _keeps_prefix(self, steps: tuple[PlanStep, ...], messages: list[Message], tools: bool) -> bool:
-        """False if a late system message changes earlier text, as in some templates."""
+        """False if a system message that is not first changes earlier text, as in some templates."""
         if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
             return True
         trial = self._write_trial_of_steps(steps)
@@ -202,7 +202,7 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the template does not show everything."""
+        """Adds a unit to the trial. None if the template then does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -230,7 +230,7 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the last rule does not fit."""
+        """Returns made-up messages for the steps; None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):
@@ -275,7 +275,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Keeps the first and last exchange, and two of each repetition, because templates distinguish these."""
+    """Keeps the first and last exchange, and two of each repetition, because templates may treat these differently."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]

@@ -12,9 +12,9 @@ PROBE_KEY = "qkeyq"
 class ProbeUnit(NamedTuple):
     unit: MessageUnit
     expected_texts: list[tuple[str, ...]]
-    """At least one text of each entry must appear."""
+    """At least one text of each entry must appear in the rendered text."""
     any_position: bool = False
-    """Some templates move the first system message."""
+    """True if the texts may appear anywhere, because some templates move the first system message."""
     argument_texts: frozenset[str] = frozenset()
 
     def without_expected_arguments(self) -> ProbeUnit:
@@ -23,7 +23,7 @@ class ProbeUnit(NamedTuple):
 
 
 def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_arguments: bool) -> ProbeUnit:
-    """`serial`: unique in a conversation."""
+    """`serial` must be unique in a conversation."""
     content = f"qz{serial}czq"
     message: Message = {"role": shape.role, "content": _make_content(shape.content, content)}
     if shape.has_reasoning:

@@ -21,13 +21,13 @@ _CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
 @dataclass(frozen=True, slots=True)
 class TemplateInputFormat:
     content_parts: bool = False
-    """Some multimodal templates omit content that is a string."""
+    """True if content must be a list of parts, because some multimodal templates omit strings."""
     empty_tool_list: bool = False
-    """`tools` is an empty list if there are none."""
+    """True if `tools` must be an empty list, not None, if there are none."""
     functions_variable: bool = False
 
     shows_user_text: bool = True
-    """False for a constant template, which is rendered unchecked."""
+    """False for a constant template. What it renders is not checked."""
 
     def make_template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
@@ -51,7 +51,7 @@ class TemplateCapabilities:
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:
-    """`render` returns None for a refusal."""
+    """`render` returns None if the template refuses."""
     for functions_variable, empty_tool_list, content_parts in product((False, True), repeat=3):
         input_format = TemplateInputFormat(content_parts, empty_tool_list, functions_variable)
         if _USER_TEXT in (render(input_format, [_USER_MESSAGE]) or ""):
@@ -62,7 +62,7 @@ def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], s
 def detect_capabilities(
     render: Callable[[list[Message], Tools], str | None], *, tool_template: bool
 ) -> TemplateCapabilities:
-    """`tool_template`: the model has another template for tools."""
+    """`tool_template`: the model has a separate template for tools."""
 
     def renders_any(messages: list[Message], tools: Tools, *marks: str) -> bool:
         text = render(messages, tools) or ""

@@ -1,5 +1,5 @@
-"""A Jinja sandbox against templates that never end or fill the memory. It counts steps, so the limit is the same on
-every machine, and checks large results beforehand.
+"""A Jinja sandbox against templates that never end or fill the memory. It limits the number of steps, so the limit is
+the same on every machine, and checks the size of large results before they are computed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Limit per rendering, about a second. Real templates need about 10 per message."""
+"""Maximum number of steps per rendering, about a second. Real templates need about 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""Characters of a repetition such as `'=' * 80` or a format; bits of a product."""
+"""Maximum number of characters of a repetition such as `'=' * 80` or of a format, and of bits of a product."""
 _SIZE_PER_STEP = 64
-"""Characters or list entries per step, so 128 million per rendering."""
+"""Characters or list entries that count as one step. So a rendering is limited to 128 million."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
-"""Results can be as large as the product of two arguments."""
+"""Methods whose results can be as large as the product of two arguments."""
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
-"""Results are as large as all nested values; a list can hold another twice."""
+"""Filters whose results are as large as all nested values together. A list can contain another one twice."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""Characters or syntax nodes of a body for which each run costs one more step."""
+"""Each run of a body costs one more step for each of this many characters or syntax nodes in it."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
@@ -60,7 +60,7 @@ class _StepBudget:
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """Counts characters and entries; stops above the budget."""
+        """Counts characters and entries of nested values, up to the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -74,11 +74,11 @@ class _StepBudget:
 
 
 _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
-"""Templates cannot reach it, and so cannot raise their budget."""
+"""A variable that templates cannot reach, so they cannot raise their budget."""
 
 
 class _BoundedIterable:
-    """Counts rounds. Keeps the original's length, if any, for `loop.length`."""
+    """Counts the rounds of a loop. For `loop.length` it has the original's length, if there is one."""
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
         self._values = values
@@ -91,14 +91,14 @@ class _BoundedIterable:
             yield value
 
     def __len__(self) -> int:
-        return len(self._values)  # type: ignore[arg-type]  # without a length this raises what Jinja expects
+        return len(self._values)  # type: ignore[arg-type]  # without a length, len() raises what Jinja expects
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters` replace Jinja's of the same names."""
+        """`filters` replace Jinja's filters of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
@@ -109,7 +109,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:
-        """Raises TemplateStepLimitExceeded, and whatever the template raises."""
+        """Raises TemplateStepLimitExceeded and the template's own errors."""
         token = _CURRENT_BUDGET.set(_StepBudget(max_steps))
         try:
             return template.render(variables)
@@ -146,7 +146,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The parameters' mangled names leave all other names to templates."""
+        """The parameters' mangled names leave all other names to the template's calls."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)
@@ -190,12 +190,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """Called for every {{ }}. Jinja does not fold constants if it takes a context."""
+    """Called for every {{ }}. It takes a context so that Jinja does not fold constants."""
     return _CURRENT_BUDGET.get().charge_value(value)
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """Templates cannot replace or name this call."""
+    """A call of the environment's method, which templates can neither name nor replace."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
@@ -221,7 +221,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """Returns elements or bits; 0 if the result cannot be large."""
+    """Returns the number of elements or bits; 0 if the result cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
@@ -231,7 +231,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """Returns more than MAX_RESULT_SIZE if an argument gives a width."""
+    """Returns more than MAX_RESULT_SIZE if a width comes from an argument."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)

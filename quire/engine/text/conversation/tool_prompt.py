@@ -1,5 +1,5 @@
-"""Tools, calls and results as text, worded like Hermes 2 Pro
-(https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B), which many later models know.
+"""Writes tools, calls and results as text, worded like Hermes 2 Pro
+(https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B), whose wording many later models know.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """Uses the end of a first system message, or a new one. `call_format`: how a call is written."""
+    """Appends to a first system message, or inserts one. `call_format`: how a call is written."""
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}
@@ -65,7 +65,9 @@ def fill_missing_descriptions(
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Merges consecutive results and a following user message: templates may require alternating roles."""
+    """Writes results as user messages. Consecutive results and a following user message are merged, because templates
+    may require alternating roles.
+    """
     result: list[Message] = []
     open_results = False
     for message in messages:

@@ -8,8 +8,8 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """vLLM drops the form after a space if its length differs from the first form's, and so misses the word. Raises
-    InvalidRequest for an empty word.
+    """Returns each word's tokens, with and without a space before. vLLM drops the form after a space if its length
+    differs from the first form's, and so misses the word. Raises InvalidRequest for an empty word.
     """
     if not all(word.strip() for word in words):
         raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
@@ -18,7 +18,7 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
 
 
 def check_allowed_tokens_remain(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-    """Raises InvalidRequest if no token may come first."""
+    """Raises InvalidRequest if no token may be first."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words_ids if len(word) == 1}

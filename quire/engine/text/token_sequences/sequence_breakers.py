@@ -1,4 +1,4 @@
-"""DRY's sequence breakers as token ids. As in llama.cpp, they match however a text is split into tokens."""
+"""Converts DRY's sequence breakers to token ids. As in llama.cpp, they match however a text is split into tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quire.engine.text.null_tokenizer import NullTokenizer
 from quire.engine.text.tokenizer import Tokenizer
 
 DEFAULT_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-"""llama.cpp's."""
+"""llama.cpp's defaults."""
 _MAX_TOKEN_SEQUENCES = 2**15
 _SEPARATOR = b"\xff"
-"""Between tokens. UTF-8 never uses this byte, so no match spans two tokens."""
+"""Separates tokens. UTF-8 never uses this byte, so no match spans two tokens."""
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """`breakers`: None for the default. Unless there are none, a first call searches the vocabulary, which takes half a
-    second for 150,000 tokens. Raises InvalidRequest.
+    """`breakers`: None means the default. Unless `breakers` is empty, a first call searches the vocabulary, which takes
+    half a second for 150,000 tokens. Raises InvalidRequest.
     """
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
@@ -53,7 +53,9 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Yields each token that contains the text, and each that ends with a prefix of it, with the rest's tokens."""
+    """Yields each token that contains the text, and each token that ends with a beginning of the text, followed by the
+    tokens of the text's rest.
+    """
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
     rests = {len(text[:index].encode()): _encode_within_text(text[index:], tokenizer) for index in range(1, len(text))}
@@ -66,8 +68,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns a text's tokens after other text, because many tokenizers put a space before a first token. Empty if it
-    always merges with its predecessor.
+    """Returns a text's tokens after other text, because many tokenizers put a space before a first token. Empty if the
+    text always merges with the token before.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)
@@ -79,7 +81,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
-    """Returns the bytes of all tokens, each followed by _SEPARATOR, and their positions."""
+    """Returns the bytes of all tokens, each followed by _SEPARATOR, and each token's position in them."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts
