@@ -1,6 +1,4 @@
-"""The engine core. Only this module, engine_core_process.py and engine_builder import both the torch-free half of the
-engine and the worker.
-"""
+"""Only this module, engine_core_process.py and engine_builder import both the torch-free half and the worker."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """The scheduler and the executor in one loop. The constructor raises ConfigError if the configuration cannot be
-    served.
-    """
+    """The scheduler and the executor in one loop. Raises ConfigError."""
 
     def __init__(
         self,
@@ -113,8 +109,8 @@ class EngineCore:
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call encoded by `encode_call` on every rank. Raises InvalidRequest for encoders and pipeline stages,
-        which take no calls.
+        """Run an encoded call on every rank. Raises InvalidRequest for encoders and pipeline stages, which take no
+        calls.
         """
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
@@ -138,7 +134,7 @@ class EngineCore:
         self.scheduler.kv_cache_manager.stop_publishing_events()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
-        """Check the weights that `config` names against the loaded model. Raises ConfigError if they do not fit."""
+        """Raises ConfigError if the weights that `config` names do not fit the model."""
         if config.weights is not None:
             # The files of the current weights may have been deleted, so only a new path is checked.
             model_files = resolve_model_with_overrides(config)

@@ -35,7 +35,7 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""How long a failed process waits for its parent to read the error. The parent's imports are slow."""
+"""Time for the parent to read the error; its imports are slow."""
 
 
 class EngineChange(NamedTuple):
@@ -121,9 +121,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all waiting messages. If the engine is idle, warm up or wait for a message. Return the change that a
-    message asks for, if any.
-    """
+    """Handle all waiting messages. If the engine is idle, warm up or wait for a message. Return a requested change."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -157,9 +155,7 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Wait, without an engine, for a call that builds one. Return that call's id, the new configuration and the new
-    engine.
-    """
+    """Return the id of the call that built the engine, the new configuration and the engine."""
     while True:
         call = decode_to_engine(socket.recv())
         if not isinstance(call, UtilityCall):  # a message sent before the sleep began
@@ -180,8 +176,8 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """Build an engine with `config`. If that fails, build one with `previous` and also return the error. The caller
-    must have released the old engine. Raises ConfigError if neither can start.
+    """Build an engine with `config`. If that fails, build one with `previous` and return the error. The old engine must
+    have been released. Raises ConfigError if neither can start.
     """
     try:
         return config, EngineCore(config, heartbeat), None

@@ -16,7 +16,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes in use in the C heap; 0 if the C library does not report them (musl, macOS)."""
+    """Bytes in use in the C heap; 0 if the C library reports none (musl, macOS)."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0

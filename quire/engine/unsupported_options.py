@@ -20,7 +20,7 @@ class ForeignFlag:
     text: str
     is_harmless: bool
     value_kind: str
-    """How many values the flag takes: "" for none, "=" for one, "+" for any number."""
+    """Values that the flag takes: "" none, "=" one, "+" any number."""
     default_values: tuple[str, ...] = ()
 
     def redundancy_reason(self, value: str) -> str:
@@ -29,7 +29,7 @@ class ForeignFlag:
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean …?` with the nearest known name, or "" if none is near."""
+    """Return `did you mean …?`, or "" without a near name."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -50,13 +50,13 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Why this value of a vLLM option is what Quire does anyway; "" if it is not. `name` has no leading dashes."""
+    """Why Quire always does what this value of a vLLM option asks; "" if it does not. `name` has no dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """True for a server setting that vLLM's `LLM` takes too, although Quire's `LLM` does not."""
+    """True for a server setting that is also an option of vLLM's `LLM`."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
@@ -66,9 +66,7 @@ def flag_aliases() -> Mapping[str, str]:
 
 
 def find_foreign_flag(name: str) -> ForeignFlag | None:
-    """Find a flag of another program. `no-X` counts as harmless if X is a known foreign flag without values, unless the
-    table lists `no-X` itself.
-    """
+    """Finds a flag of another program. `no-X` is harmless if X is such a flag, unless the table lists `no-X`."""
     table = foreign_flags()
     if name in table:
         return table[name]
@@ -79,8 +77,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """Why an option of vLLM's `LLM` has no effect in Quire. Returns "" if Quire has the option, does not know it, or
-    would have to do something for it. The value None requests nothing, so it is always redundant; False means `--no-…`.
+    """Why an option of vLLM's `LLM` changes nothing; "" if Quire has it, does not know it, or would have to act. The
+    value None requests nothing; False means `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -117,7 +115,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """A hint what to use instead of an unknown flag; "" if there is none. The names in `known` have leading dashes."""
+    """A hint for an unknown flag, or "". The names in `known` have dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 

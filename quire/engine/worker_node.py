@@ -1,7 +1,7 @@
 """`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0 at machine 0's store, and ends with the engine that it computes for. Then a
-new process joins the next engine.
+Each rank is a process that joins machine 0 at its store and ends with its engine. Then a new process joins the next
+engine.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _STOP_SECONDS = 5.0
 _LOST_SECONDS = 30.0
 """Machine 0 counts as gone when its store has not answered for this long."""
 _OUT_OF_MEMORY_CODE = 137
-"""A shell's exit code for SIGKILL. It is reported if the kernel may have killed the process for lack of memory. Without
-it, machine 0 would assume that another process killed the rank.
+"""A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Otherwise machine
+0 would blame another process.
 """
 
 
@@ -90,7 +90,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Start the rank's process again whenever it ends, until `stop_event` is set or a rank cannot join."""
+        """Restart the rank's process until stopped, or until a rank cannot join."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -123,8 +123,8 @@ class WorkerNode:
                 end_processes([child], 0.0)  # the process has no state that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """Ask machine 0 for the rank's assignment until it answers. Returns None if stopped or if the process ended.
-        Raises ConfigError if machine 0 refuses for good, or does not answer the first join in time.
+        """Wait for an assignment. Returns None if stopped or if the process ended. Raises ConfigError if machine 0
+        refuses for good, or does not answer the first join in time.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
@@ -153,8 +153,8 @@ class WorkerNode:
         return None
 
     def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
-        """Ask machine 0 once. Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, and
-        ConfigError if it refuses for good.
+        """Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, ConfigError if it refuses for
+        good.
         """
         config = self._config
         address = config.master_addr, config.master_port
@@ -180,9 +180,7 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
-        """Return when the rank's process has ended, the node stops, or machine 0 is gone. Kill a process that stays
-        stopped (SIGSTOP).
-        """
+        """Return when the process has ended, the node stops or machine 0 is gone. Kill a process that stays stopped."""
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
@@ -214,7 +212,7 @@ class NodeHeartbeat:
 
     @property
     def is_engine_gone(self) -> bool:
-        """True if machine 0 is gone and the rank has had time to end by itself."""
+        """True if machine 0 is gone and the rank had time to end."""
         silent = clock.monotonic() - self._last_success
         return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
 

@@ -1,5 +1,5 @@
-"""Shares one engine among several API processes. The leader owns the client that reaches the engine; the other
-processes reach it with a SharedClient. The leader knows which process each open request belongs to, but stores no text.
+"""Shares one engine among several API processes. The leader owns the engine's client; the other processes use a
+SharedClient. The leader knows which process each open request belongs to, but stores no text.
 """
 
 from __future__ import annotations
@@ -53,20 +53,16 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 10.0
 _REMEMBER_SECONDS = 5.0
-"""Interval at which API processes are asked for their LASTING counts, so that little is lost when one ends."""
+"""Interval of requests for the LASTING counts, which would be lost when an API process ends."""
 
 
 class ApiServerLeader:
-    """The process that owns the engine's client, for the other API processes. Call all methods from the client's event
-    loop.
-    """
+    """The owner of the engine's client. Call all methods from the client's event loop."""
 
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """`tell_seconds`: longest time between two messages with the engine's state. They are also the leader's
-        heartbeats.
-        """
+        """`tell_seconds`: longest time between messages with the engine's state, which are also heartbeats."""
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
         client.recorder = self
@@ -83,7 +79,7 @@ class ApiServerLeader:
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
-        """Set, and then replaced by a new event, when an API process has started or has failed to start."""
+        """Set, and then replaced, when an API process has started or has failed to start."""
 
     def listen(self) -> None:
         """Begin to receive. Raises EngineError if the socket cannot be created."""
@@ -170,7 +166,7 @@ class ApiServerLeader:
     # RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """Do nothing, because the API process records its own requests."""
+        """The API process records its own requests."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -194,7 +190,7 @@ class ApiServerLeader:
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """Do nothing, because the API process records its own requests."""
+        """The API process records its own requests."""
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()

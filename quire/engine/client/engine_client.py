@@ -26,14 +26,14 @@ log = logging.getLogger("quire.client")
 
 
 PersistTokens = Callable[[Sequence[int]], None]
-"""Stores tokens before readers get them. The flat list has three numbers for each token: its request's number in the
-log, the token's index in the answer, and the token id.
+"""Stores tokens before readers get them. There are three numbers for each token: its request's number in the log, its
+index in the answer, and its id.
 """
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One API call. It may have no open request for a while, because it can submit its requests one after another."""
+    """An API call. It submits requests one after another, so it may have no open request."""
 
     id: str
     tenant: str
@@ -54,13 +54,13 @@ class _Entry:
 
 
 class EngineClient:
-    """The open requests of a process, and the readers of their outputs. Call all methods from the same event loop."""
+    """A process's open requests and their readers. Call all methods from the same event loop."""
 
     def __init__(self, engine_core: EngineCoreClient) -> None:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Number of answers that were aborted because their readers did not read them in time."""
+        """Number of answers aborted because nobody read their tokens in time."""
         self.refusing = False
         self.failure: QuireError | None = None
         """The error that new requests raise; None while requests can be submitted."""
@@ -79,7 +79,7 @@ class EngineClient:
         self._due: list[Callable[[], None]] = []
         """Callbacks that run at the end of this iteration of the event loop."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """Requests not yet sent to the engine, between `hold` and `release`; None if requests are sent at once."""
+        """Requests not yet sent to the engine, between `hold` and `release`; None at other times."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._persist_tokens: PersistTokens = _nowhere
         self._rows: list[int] = []
@@ -116,7 +116,7 @@ class EngineClient:
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """Adapters of the open requests that have no output yet (`queued` True) or that have output (False)."""
+        """Adapters of open requests without output (`queued` True) or with output (False)."""
         return [
             each.request.adapter
             for each in self._open.values()
@@ -129,8 +129,8 @@ class EngineClient:
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
         """Submits requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
-        once. `emitted`: the list of tokens that each request has emitted so far; new tokens are appended to it. Raises
-        EngineError if the engine has ended for good.
+        once. `emitted`: each request's tokens so far; new tokens are appended. Raises EngineError if the engine has
+        ended for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -199,9 +199,9 @@ class EngineClient:
     # For callers other than readers
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """Ends a request, or all requests of a call, on behalf of someone other than the reader. The reader gets
-        finish_reason "abort". If `tenant` is None, requests of any tenant match. Returns how many requests ended or, if
-        none was open, the number of matching calls.
+        """Ends a request, or all requests of a call, for someone other than the reader. The reader gets finish_reason
+        "abort". `tenant`: None matches any. Returns how many requests ended or, if none was open, the number of
+        matching calls.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -299,7 +299,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """Runs the callbacks of all streams. One event-loop callback for all streams costs less than one for each."""
+        """One event-loop callback for all streams costs less than one for each."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
@@ -308,7 +308,7 @@ class EngineClient:
                 log.exception("a stream failed")  # go on with the other streams
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
-        """Records that an engine has ended. `ids`: the requests that the engine had; None means all open requests."""
+        """`ids`: the requests that the engine had; None means all open requests."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
@@ -323,7 +323,7 @@ class EngineClient:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """Ends all requests with `error`, because the engine is gone for good. Only the first call has an effect."""
+        """Ends all requests, because the engine is gone for good. Only the first call has an effect."""
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)
@@ -334,9 +334,7 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """Updates the numbers of other API processes. `open_by_tenant` counts the open requests of all API processes,
-        without messages still in flight.
-        """
+        """`open_by_tenant` counts the open requests of all API processes, except messages in flight."""
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 

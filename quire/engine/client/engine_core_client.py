@@ -47,7 +47,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreClient(ABC):
-    """How an engine client reaches an engine core. Call all methods from the same event loop."""
+    """The way to an engine core. Call all methods from the same event loop."""
 
     owner: RequestOwner
     number = 0
@@ -58,12 +58,12 @@ class EngineCoreClient(ABC):
         self.stats = EngineStats()
         self.deaths = 0
         self.replays = 0
-        """Number of replays. A request that is replayed twice counts twice."""
+        """A request that is replayed twice counts twice."""
         self.quarantined = 0
         """Number of requests refused because they ended every engine that computed them."""
         self.weights_version = "1"
         self.weights_paths: dict[str, str | None] = {}
-        """The path of each weights version except the first; None if the version was loaded from tensors."""
+        """Path of each weights version except the first; None for tensors."""
         self.asleep = False
         """True while the weights and the KV cache are released. Requests wait meanwhile."""
         self.failure: EngineError | None = None
@@ -73,7 +73,7 @@ class EngineCoreClient(ABC):
         """Begin to start the engine. Raises EngineError if the system cannot start a process."""
 
     def die(self, message: str) -> None:
-        """Fail for good: the owner and the failure callbacks get an EngineGone. Only the first call has an effect."""
+        """Fail for good with EngineGone. Only the first call has an effect."""
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
@@ -85,8 +85,8 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Wait until the engine is ready. Raises ConfigError if the engine refuses its configuration, and EngineError
-        if it ends before it is ready.
+        """Wait until the engine is ready. Raises ConfigError if it refuses its configuration, EngineError if it ends
+        first.
         """
 
     @abstractmethod
@@ -103,14 +103,14 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
-        """Return the requests and KV blocks after the current step; None if the engine ends first. Call it only while
-        the engine is responsive.
+        """Return the requests and KV blocks after the current step; None if the engine ends first. It must be
+        responsive.
         """
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Return a request's block table; None if the engine does not have the request or ends first. Call it only
-        while the engine is responsive.
+        """Return a request's block table; None if the engine does not have it or ends first. The engine must be
+        responsive.
         """
 
     @abstractmethod

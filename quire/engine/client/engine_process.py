@@ -49,10 +49,9 @@ class KilledDuringStart(EngineError):
 
 
 class EngineProcess:
-    """An engine process, started by the constructor. Call `connect()` before sending or receiving. The process's
-    standard error is copied to ours, and its last lines are stored. `on_begun` gets the ids of requests that the engine
-    computes for the first time. The constructor raises OSError if no process can be started, and EngineError if its
-    socket's folder cannot be created.
+    """An engine process; the constructor starts it. Call `connect()` before sending or receiving. Its standard error is
+    copied to ours, and the last lines are stored. `on_begun` gets ids of requests that the engine computes for the
+    first time. Raises OSError if no process can be started, EngineError if its socket's folder cannot be created.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -139,9 +138,8 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """Returns the process's first message. `exited` is the task that runs `wait_for_exit`. If the process ends
-        first, raises EngineError with the last lines of its standard error, or KilledDuringStart if it was killed from
-        outside.
+        """Returns the first message. `exited` is the task of `wait_for_exit`. If the process ends first, raises
+        EngineError with its last lines, or KilledDuringStart if it was killed from outside.
         """
         received = asyncio.ensure_future(self.receive())
         try:
@@ -160,7 +158,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Waits for the process's exit, and kills it if its heartbeats stop or a step makes no progress."""
+        """Waits for the exit. Kills the process if its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -185,7 +183,7 @@ class EngineProcess:
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Waits for the exit, and kills the process after `seconds`. `exited` is the task that runs `wait_for_exit`."""
+        """Waits for the exit, and kills the process after `seconds`. `exited` is the task of `wait_for_exit`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
@@ -278,9 +276,7 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Our defaults for variables that libraries read when they are loaded, and the user's variables, which have
-    precedence.
-    """
+    """Settings that libraries read when they are loaded, under the user's values, which win."""
     # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
     # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}

@@ -37,7 +37,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None if the message is not from a step, or the step is not recorded."""
+    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -103,8 +103,8 @@ class EngineCoreMethods(ABC):
 
     @abstractmethod
     def load_weights(self, config: str) -> EngineStarted:
-        """Release the weights, the KV cache and the requests, and rebuild the engine. If a QuireError is raised,
-        nothing has changed.
+        """Release weights, KV cache and requests, and rebuild the engine. If this raises a QuireError, nothing has
+        changed.
         """
 
     @abstractmethod
@@ -146,9 +146,7 @@ class LeaderMethods(WeightChanges):
 
 
 class ApiProcessMethods(ABC):
-    """Methods of an API process that the leader calls. Calls and steps arrive in the order in which the leader sent
-    them.
-    """
+    """Methods that the leader calls. Calls keep their order relative to steps."""
 
     @abstractmethod
     def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
@@ -186,7 +184,7 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """Separate the images from the requests, so that an image is sent only once even if several requests share it."""
+    """Detach images, so that an image that several requests share is sent only once."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())

@@ -18,7 +18,7 @@ MAX_BACKLOG = 2**18
 """Maximum number of unread tokens in a stream, about 20 MB. Each reported alternative counts as a token."""
 
 Versions = list[tuple[str, int]]
-"""Weights versions in order, each with the number of tokens that it computed."""
+"""Versions in order, each with the number of tokens that it computed."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -40,8 +40,8 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """Outputs of a group of requests, in order of arrival. An iteration returns at most one output for each request.
-    The iteration ends when all requests have ended, or raises their error. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival. An iteration returns at most one output per request. It ends
+    when all requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property
@@ -65,7 +65,7 @@ class OutputSource(ABC):
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Version of the weights that computed the last token or vector, even if the reader has not read it yet."""
+        """Version that computed the last token or vector, read or unread."""
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
@@ -167,7 +167,7 @@ class OutputStream(OutputSource):
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """`abort` is called with a reason for each request that is aborted before its end."""
+        """`abort` takes the id of a request that nobody reads, and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -223,9 +223,7 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. A sink gets outputs only at the end of the event loop's iteration, so it gets those of
-        several steps together.
-        """
+        """A sink gets outputs at the end of the event loop's iteration, so it gets those of several steps together."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:

@@ -37,7 +37,7 @@ _END_SECONDS = 60.0
 
 
 class ProcessClient(ExclusiveClient):
-    """A client of one engine process, which `start()` also begins to supervise."""
+    """Runs one engine process, which `start()` also supervises."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """If `cores` is empty, the engine may run on any core. `environment` is added to this process's environment."""
+        """With empty `cores`, the engine may run on any core. `environment` is added to this process's."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -58,7 +58,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats: EngineStats | None = None
-        """Sum of the counters of engines that have ended; None until an engine has ended."""
+        """Counters of ended engines; None until one has ended."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
@@ -137,7 +137,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Asks the engine for a change and waits for it. Raises the error with which the change fails."""
+        """Asks the engine for a change and waits for it. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -191,8 +191,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Removes the requests that the engine does not have, and returns them for another engine. Suspects stay until
-        a new engine has cleared them, so that they cannot end another engine.
+        """Removes and returns the requests that the engine does not have. Suspects stay until a new engine has cleared
+        them, so that they cannot end another engine.
         """
         return self._replay.take_unsuspected()
 
@@ -244,9 +244,8 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Starts processes until an engine is ready. After `tries` failures in a row, raises the last error:
-        ConfigError for a refused configuration, or EngineError with the last lines of standard error. Starts killed
-        from outside do not count.
+        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError for a refused
+        configuration, EngineError with the last lines of standard error. Starts killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -283,7 +282,7 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """Supervises the process. If that fails, all streams end with an error, so that no stream waits forever."""
+        """Supervises the process. If that fails, all streams end with an error, so that none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
@@ -427,9 +426,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """Queues the requests that the engine had. `external`: the cause was outside the engine, so no request can be
-        suspected.
-        """
+        """`external`: the cause was outside the engine, so no request becomes a suspect."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)

@@ -1,5 +1,5 @@
-"""The leader's view of one API process. The outputs of all its streams go into one message, because a message costs as
-much as the tokens of ten streams.
+"""The leader's view of one API process. One message has the outputs of all its streams, because a message costs as much
+as the tokens of ten streams.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ApiProcessChannel:
         self.welcomed = False
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
-        """Text that the process announces at startup, once it listens; None before."""
+        """Text that the process sends once it listens."""
         self.fault: Fault | None = None
         self.silence = 0.0
         """Seconds since the process's last message, not counting time in which the leader could not receive."""

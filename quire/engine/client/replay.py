@@ -1,11 +1,10 @@
 """Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
-requests that had begun but made little progress become suspects. Bisection isolates the guilty request: half of the
-suspects run first, without other requests, then half of that half, and finally a single request. A suspect is cleared
-when it has emitted some tokens or has ended. A request that repeatedly ends an engine in which it is alone is given up.
-If a process was ended from outside, no request becomes a suspect, and none is cleared. This module uses no clock and no
-I/O.
+When an engine process ends, the next engine gets its requests: they are replayed. If the engine itself was at fault,
+requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
+first, without other requests, then half of that half, finally a single one. Some tokens, or its end, clear a suspect. A
+request that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes no suspects
+and clears none. Uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""A request is cleared after this many tokens from one engine. The first token shows that its prompt is harmless, the
-others show that decoding is.
+"""Tokens from one engine that clear a request. The first shows that its prompt is harmless, the others that decoding
+is.
 """
 MAX_LONE_CRASHES = 2
 """A request is given up after ending this many engines in which it was alone."""
@@ -26,19 +25,15 @@ class Replay:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order of submission."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have. Each group runs without other requests, and before
-        `_waiting`.
-        """
+        """Groups of suspects that the engine does not have. Each runs without other requests, before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the engine has, each with the number of tokens received, which is counted up to
-        TOKENS_TO_CLEAR.
-        """
+        """Requests that the engine has, with the number of tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
         """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
-        """Suspects that the engine has and that are not cleared. Nothing else is submitted until they are."""
+        """Uncleared suspects that the engine has. Nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}
-        """For each request, the number of successive engines that ended while it was alone in them."""
+        """Number of successive engines that each request ended while it was alone."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
@@ -75,7 +70,7 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Return the requests to submit now, in order, and count them as submitted."""
+        """Return the requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -97,8 +92,8 @@ class Replay:
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """Queue all requests of the engine that has ended. `external` means that the cause was outside the engine.
-        Return the requests to give up; the caller must call `end` for each.
+        """Queue all requests of the ended engine. `external`: the cause was outside the engine. Return the requests to
+        give up; the caller calls `end` for each.
         """
         if external:
             suspects = [request_id for request_id in self._submitted if request_id in self._isolated]

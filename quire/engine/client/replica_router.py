@@ -1,6 +1,5 @@
 """Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-the requests that it recently sent to each. Prompts are hashed as in engine/core/kv_cache/block_pool.py. This module
-uses no clock and no I/O.
+what it recently sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. Uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from quire.engine.core.request import block_hash, media_extra_keys, root_hash
 
 PIECE = 16
 MOST_PIECES = 2**16
-"""Maximum number of pieces (of PIECE tokens) remembered for each replica: a million tokens in about 10 MB."""
+"""Pieces (of PIECE tokens) remembered for each replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
 """A replica whose open requests exceed those of the least busy replica by more than this gets no request."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
-    """Hashes of the prompt's pieces. Each hash covers the cache salt, the adapter and all tokens up to the end of its
-    piece.
-    """
+    """Hashes of a prompt's pieces. Each covers the salt, the adapter and all tokens up to the piece's end."""
     ids = request.prompt_ids
     parent, hashes = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
@@ -44,10 +41,10 @@ class Router:
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Chooses a replica for a request and counts the request as open there. The replica with the longest cached
-        prefix is chosen, unless it has more open requests than the least loaded replica by more than MOST_AHEAD or by
-        more than its additional cached pieces. The two differences are comparable because a request in the batch costs
-        about as much as computing a piece.
+        """Chooses a replica and counts the request as open there. The replica with the longest cached prefix is chosen,
+        unless its excess of open requests over the least loaded replica exceeds its excess of cached pieces, or
+        MOST_AHEAD. Requests and pieces are comparable, because a request in the batch costs about as much as computing
+        a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))

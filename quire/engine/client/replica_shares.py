@@ -46,8 +46,8 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """The configuration of replica `index`, with an even share of `config`'s host memory, disk and threads. Each
-    replica has its own folder in --kv-offload-dir. `root`: see cpu_quota.
+    """A replica's configuration, with an even share of host memory, disk and threads, and its own folder in
+    --kv-offload-dir. `root`: see cpu_quota.
     """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":

@@ -1,6 +1,5 @@
-"""Several engines of one model behind one client. When an engine ends, its requests continue on another engine. While
-all engines sleep or restart, requests wait. A replica that cannot restart is left out, and the client fails when the
-last replica has failed.
+"""Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
+sleep or restart, requests wait. A replica that cannot restart is left out. The client fails with the last replica.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ class ReplicatedClient(ExclusiveClient):
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """`gpus` are divided among the replicas; None means that the replicas run on the CPU. Raises ConfigError if
-        there are too few GPUs.
-        """
+        """`gpus` are divided among the replicas; None means the CPU. Raises ConfigError if there are too few GPUs."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
@@ -126,9 +123,7 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeats a change that failed on this replica but not on others, once the replica is back. Stops the replica
-        if it refuses the change.
-        """
+        """Repeats a change that failed only on this replica, once the replica is back, or gives the replica up."""
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:

@@ -14,24 +14,21 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Phases of a request. The client adds three to the engine's: "recompute", a repeated prefill; "recovering", waiting
-for an engine after a crash, sleep or weight change; "delivery", waiting until the last output is delivered.
+"""The client adds to the engine's phases a repeated prefill; waiting for an engine after a crash, sleep or weight
+change; and waiting for the delivery of the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
 """A request's later steps are counted but not stored."""
 MAX_TOTAL_STEPS = 100_000
-"""Limit of the stored steps, each of at most about 500 bytes. Beyond it, the oldest ended requests lose their steps and
-chunks.
+"""Limit of stored steps, of at most about 500 bytes each. Beyond it, the oldest ended requests keep only their phases.
 """
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """Number of the engine that computed the step. A new engine after a crash, sleep or weight change gets a higher
-    number.
-    """
+    """A new engine after a crash, sleep or weight change gets a higher number."""
     request_ids: tuple[str, ...]
     replica: int = 0
     is_counted: bool = True
@@ -66,9 +63,7 @@ class Timeline:
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """Seconds spent in each phase. They add up to the request's duration until its end or, if it is open, until
-        `now`.
-        """
+        """Seconds in each phase. They add up to the time until the request's end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
@@ -83,7 +78,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Begin a phase. Times never decrease, although the client's and the engine's process read the clock."""
+        """Begin a phase. Times never decrease, although two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -94,7 +89,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
-        """Count a step's new and draft tokens. The last new token is never a draft."""
+        """Count a step's tokens. The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)

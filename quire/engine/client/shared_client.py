@@ -77,7 +77,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.on_version: list[Callable[[str], None]] = []
         self._last_version = self.weights_version
         self.inherited: bytes | None = None
-        """The last answer to LASTING (messages.py) of the process that this one replaced; None if it replaced none."""
+        """The last answer to LASTING (messages.py) of the process that this one replaces, if any."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
         """Called when a bug prevents this process from following the leader."""
         self.identity = identity
@@ -130,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Returns the answers of other API processes, or of the process named by `to`, without answers that come too
-        late. Raises EngineError if the leader is asked and has no answer.
+        """Returns the answers of other API processes, or of the process `to`, without late ones. Raises EngineError if
+        the leader is asked and has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:

@@ -1,5 +1,5 @@
 """Receives weights that are broadcast in a torch.distributed group. A separate process (worker/weight_receiver.py)
-writes them to files in memory, and weights.py loads the files.
+writes them to files in memory, which weights.py loads.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Tensor(NamedTuple):
 
 
 class WeightsGroup:
-    """Receives weights as a member of a group. Only one group exists at a time. Call all methods from the client's
-    event loop. Calls run one after another, and run to completion even if their caller is cancelled.
+    """Receives weights in a group, of which only one exists at a time. Call all methods from the client's event loop.
+    Calls run one by one, and complete even if nobody awaits them.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -67,9 +67,7 @@ class WeightsGroup:
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leaves the previous group, joins this one and waits for all members. Raises InvalidRequest if members are
-        missing.
-        """
+        """Leaves the previous group, joins this one and waits for all members. Raises InvalidRequest without them."""
 
         async def join_group() -> None:
             await self._forget()
@@ -156,9 +154,7 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Calls the receiver. Raises InvalidRequest with the receiver's error, and EngineError if the receiver ends or
-        hangs.
-        """
+        """Raises InvalidRequest with the receiver's error, EngineError if it ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS

@@ -21,8 +21,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What happens to open requests: "keep" continues them with the new weights, "wait" lets them finish first, "abort"
-ends them at once.
+"""Open requests: "keep" continues them with the new weights, "wait" lets them finish first, "abort" ends them at once.
 """
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
@@ -59,8 +58,8 @@ class Weights:
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """Releases weights and KV cache until `wake_up`. If the engine is already asleep, only sets `refuse`. With
-        `level` 1 the engine's process stays and wakes soon; with 2 the process ends, which frees all its memory. If
-        `refuse` is True, new requests fail instead of waiting. Raises EngineError if the engine cannot be reached.
+        `level` 1 the engine's process stays and wakes soon; with 2 it ends, which frees all memory. With `refuse`, new
+        requests fail instead of waiting. Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -75,9 +74,7 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Loads the weights again. Raises ConfigError and leaves the engine asleep if the weights, or the memory for
-        them, are unavailable.
-        """
+        """Raises ConfigError, and the engine stays asleep, if the weights or the memory for them are unavailable."""
 
         async def wake() -> None:
             if self._engine_core.asleep:
@@ -87,9 +84,9 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Loads weights from a folder or GGUF file, wakes the engine, and returns the version of the weights (default:
-        a counter). Raises InvalidRequest if the path does not exist, and ConfigError if the weights do not have the
-        model's shapes or cannot be loaded. After an error the old weights stay in use.
+        """Loads weights from a folder or GGUF file, wakes the engine, and returns the weights' version (default: a
+        counter). Raises InvalidRequest if the path does not exist, ConfigError if the weights do not have the model's
+        shapes or cannot be loaded. The old weights then stay.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -104,8 +101,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Changes the weights with `load`, which gets the version, and otherwise works like `update`. `check` may
-        refuse the weights before requests are affected. `path`: the weights' files; None if there are none.
+        """Works like `update`, with `load`, which gets the version. `check` may refuse the weights before requests are
+        affected. `path`: the weights' files, if any.
         """
         check_mode(mode)
 
@@ -137,9 +134,7 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the call under the lock, to completion even if the caller is cancelled, because the call may have released
-    the engine's weights already.
-    """
+    """Runs the call under the lock, even if nobody awaits it any longer, because it may have released weights."""
 
     async def run_in_turn() -> Result:
         async with turn:

@@ -34,7 +34,7 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Settings that give a new engine the same capacity as this one, however much memory is free then."""
+    """A new engine gets the same capacity, whatever memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
@@ -303,9 +303,7 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """Drop `quantization` if the checkpoint is already quantized that way: with an fp8 checkpoint, fp8 means to
-        keep it.
-        """
+        """Drop a quantization that the checkpoint already has: fp8 means to keep an fp8 checkpoint."""
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -368,8 +366,8 @@ class EngineConfig(BaseModel):
     def drop_redundant_mtp_model(
         cls, value: SpeculativeConfig | None, info: ValidationInfo
     ) -> SpeculativeConfig | None:
-        """Drop the model's name for mtp, because vLLM's recipes name the served model there. Raises ValueError for
-        another model.
+        """Drop the model of mtp, because vLLM's recipes name the served model there. Raises ValueError for another
+        model.
         """
         if value is None or value.method != "mtp" or value.model is None:
             return value
@@ -392,9 +390,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept GiB or, as vLLM does, bytes: 10000000000 or 10G. A number above _MAX_GIB means bytes, because no
-        machine has a million GiB.
-        """
+        """Accept GiB or, as in vLLM, bytes: 10G or 10000000000, because no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:

@@ -30,7 +30,7 @@ def _normalize_dtype(value: Any) -> Any:
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Replace vLLM's other names of quantizations by ours. Raises ValueError for names of unsupported devices."""
+    """Replace vLLM's other names. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -56,7 +56,7 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of checkpoint formats, and of the kernels that compute them."""
+"""vLLM's names of checkpoint formats and of kernels."""
 
 
 _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
@@ -123,16 +123,14 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
-    """A lookup that continues the drafts of a model or heads. It replaces them if its tokens are accepted at least as
-    often.
-    """
+    """Continues the drafts of a model or heads, or replaces them if its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
     """Number of draft tokens that `lookup` may add to num_speculative_tokens; None means DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Drop keys that Quire ignores, and infer a missing method from the model's name."""
+        """Drop ignored keys, and infer a missing method."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -183,7 +181,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """Infer the method from a draft model's name by vLLM's rules."""
+    """Infer the method by vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 

@@ -111,8 +111,8 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A wrong setting. It is a ValueError because programs that create an LLM expect one. Code that handles a library's
-    ValueErrors must let it pass.
+    """A wrong setting; a ValueError, as programs that create an LLM expect. Code that handles a library's ValueErrors
+    must let it pass.
     """
 
 
@@ -122,7 +122,7 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """True if the same request may succeed later; False if the request caused the failure."""
+    """True if a retry may succeed; False if the request caused the failure."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 

@@ -61,8 +61,8 @@ CollectiveRPC = Callable[[bytes], list[bytes]]
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Encode a call for all ranks. Other processes import the function by its name. Raises InvalidRequest if they
-    cannot, or if the arguments cannot be pickled.
+    """Encode a call for all ranks. Other processes import the function by name. Raises InvalidRequest if they cannot,
+    or if arguments cannot be pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -89,18 +89,16 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 class Executor(Protocol):
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """Begin to compute a step. May be called before the outputs of earlier steps are read."""
+        """Begin a step. Earlier results need not have been read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing, such as a CUDA graph, in at most about a second. Return False if nothing is left to
-        prepare.
-        """
+        """Prepare one thing in at most about a second. Return False if nothing is left to prepare."""
 
     def make_block_mover(self) -> BlockMover | None:
-        """Return the mover of KV blocks; None if the model has no KV blocks."""
+        """Return the mover of KV blocks; None without KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """Return a mover whose blocks are slots (Sublayer.slot_tensor_specs); None if the model has no such state."""
+        """Return a mover for slots (Sublayer.slot_tensor_specs); None without recurrent state."""
 
     def preload_grammar_compiler(self) -> None:
-        """Begin to load the compiler in the background. Otherwise the first request with a grammar waits for it."""
+        """Begin to load in the background what the first grammar would otherwise wait for."""

@@ -1,8 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Only regular files of bounded size are read, so that no file can block a start or fill the memory. An error names the
-file, the field and the fault in one line. Symbolic links may point anywhere, because the hub's cache consists of them
-and people store weights on other disks. For paths that files contain see `find_weight_files`.
+Only regular files of bounded size are read, so no file can block a start or fill the memory. Errors name file, field
+and fault in one line. Symbolic links may point anywhere, because the hub's cache consists of them, and people store
+weights on other disks. For paths inside files see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Validated = TypeVar("Validated")
 
 
 def open_if_present(path: Path) -> BinaryIO | None:
-    """Open a file; None if there is none. Raises ModelError if the file is unreadable or not regular."""
+    """None if there is no file. Raises ModelError if it is unreadable or not regular."""
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
-    """Open a file. Raises ModelError if it is missing, unreadable or not regular."""
+    """Raises ModelError if the file is missing, unreadable or not regular."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
@@ -53,9 +53,7 @@ def open_required(path: Path) -> BinaryIO:
 
 
 def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-    """Read a file; None if there is none. Raises ModelError if it is unreadable, larger than `max_bytes`, or empty
-    although it must not be.
-    """
+    """None if there is no file. Raises ModelError if it is unreadable, empty, or larger than `max_bytes`."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -72,7 +70,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """Read a text file; None if there is none. Raises ModelError if it is unreadable, too large, empty or not UTF-8."""
+    """None if there is no file. Raises ModelError if it is unreadable, too large, empty or not UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -81,7 +79,7 @@ def read_text_if_present(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Read a JSON file; None if there is none. Raises ModelError if its content is not a JSON object."""
+    """None if there is no file. Raises ModelError if it is not a JSON object."""
     text = read_text_if_present(path, max_bytes)
     if text is None:
         return None
@@ -98,7 +96,7 @@ def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[st
 
 
 def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
-    """Convert to the TypedDict `kind`, dropping keys that it lacks. Raises ModelError if a value has the wrong type."""
+    """Drops keys that the TypedDict `kind` lacks. Raises ModelError for a value of the wrong type."""
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -106,7 +104,7 @@ def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: st
 
 
 def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
-    """Decode JSON as `kind`. Raises ModelError if it is not JSON or a value has the wrong type."""
+    """Raises ModelError for invalid JSON and values of the wrong type."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -116,7 +114,7 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
 
 
 def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
-    """Return `field: message is expected, got value`, without `field` if the whole value is wrong."""
+    """Return `field: message is expected, got value`."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
     field = field_match.group(1).lstrip(".") if field_match else ""
@@ -130,7 +128,7 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Return the value at a path like `rope_parameters.factor` or `layer_types[3]`, followed as far as possible."""
+    """Return the value at `rope_parameters.factor` or `layer_types[3]`, followed as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -11,7 +11,7 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Limit for all stop strings together. It bounds the text that is held back because it may begin a stop string."""
+"""Limit for all stop strings together, because each is compared with the text held back."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
 """Maximum number and length of DRY's sequence breakers, as in llama.cpp."""
 
@@ -34,9 +34,7 @@ _MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """How tokens are sampled, and when an answer ends. The constructor raises InvalidRequest that names the wrong
-    field.
-    """
+    """Sampling and end of an answer. Raises InvalidRequest that names the wrong field."""
 
     n: Annotated[int, SamplingField(text="Number of answers per prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
@@ -261,9 +259,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Tokens whose log probabilities are reported with each sampled token, instead of `logprobs`. Empty means the same
-    as None.
-    """
+    """Tokens to report with each sampled token, instead of `logprobs`. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -309,9 +305,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """The seed of one of n choices, 63 bits; random if there is no `seed`. The first choice's seed does not depend
-        on n.
-        """
+        """A choice's seed of 63 bits, random without `seed`. The first choice's seed does not depend on n."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -351,9 +345,7 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Which vector represents the text: the last token's hidden state, the mean, the first token's ("cls"), or one vector
-for each token ("none").
-"""
+"""What a vector is: the last token's hidden state, the mean, the first token's ("cls"), or one per token ("none")."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):

@@ -20,7 +20,7 @@ class SamplingField:
     is_copied: bool = True
     has_model_default: bool = False
     setting_label: str = ""
-    """Label on the web page and in presets; "" if the field is not a setting there."""
+    """Label on the page and in presets; "" if it is no setting there."""
     setting_step: float = 1.0
 
 

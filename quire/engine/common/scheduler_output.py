@@ -42,12 +42,11 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens from `start` to `start + num_tokens` of a slot. The device has their ids.
 
-    `new_block_ids` extend the slot's block table, which is empty for a new request. If `should_sample` is True, the
-    device samples the next token and writes it to the slot. Then a later step can compute that token before the host
-    has seen it.
+    `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample`, the device
+    samples the next token and writes it to the slot, so that a later step can compute it before the host has seen it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at the position of each draft token.
-    The step returns the sampled tokens up to and including the first one that differs from its draft.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device samples at each of their positions. The step
+    returns sampled tokens up to and including the first that differs from its draft.
     """
 
     request_id: str
@@ -113,7 +112,7 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One step's work for the executor. It is never sent to the API process."""
+    """A step's work. It is never sent to the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
@@ -150,7 +149,7 @@ class RequestFailure(NamedTuple):
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
-    """For each request that samples, one token and one more for each accepted draft token."""
+    """For each sampling request, one token and one more per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One for each token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}

@@ -11,9 +11,7 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-"""Why a request failed. "busy": the engine had too much work at a time. "constraints": they left no token to sample.
-"grammar": it cannot be followed.
-"""
+""""busy": too much work at a time. "constraints": no token is left to sample. "grammar": it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
 
 
@@ -27,9 +25,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens that an image's features replace. If an image's tokens are not contiguous, the span is one part of
-    them.
-    """
+    """Prompt tokens that an image's features replace, or a contiguous part of them."""
 
     start: int
     count: int
@@ -76,7 +72,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     session: str = ""
     """The caller's conversation id. The conversation's blocks are pinned for its next turn."""
     keep_seconds: float = 0.0
-    """How long blocks stay pinned, in seconds; 0 lets the engine decide."""
+    """Seconds for which blocks stay pinned; 0 lets the engine decide."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     priority: int = 0
@@ -100,9 +96,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """Maximum number of output tokens if the context has room for `context_room` more; 0 for pooling. None if the
-        prompt is too long.
-        """
+        """0 for pooling; None if the prompt is too long. `context_room`: the context's tokens after the prompt."""
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -116,8 +110,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     rank: int
     top: list[tuple[int, float]]
-    """(token id, log probability), most likely first. With logprob_token_ids it has those tokens and the sampled one,
-    in the same order.
+    """(token id, log probability), most likely first; with logprob_token_ids, those and the sampled token, in the same
+    order.
     """
 
 
@@ -143,7 +137,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     conversation: str
     turn: int
     own_load: bool = False
-    """True if blocks were evicted and the tenant's own later tokens alone would have filled the cache."""
+    """For evictions: True if the tenant's own later tokens alone would have filled the cache."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -193,13 +187,13 @@ class EngineInfo(msgspec.Struct, frozen=True):
     notes: list[str] = []
     """Choices that differ from the defaults, one line each."""
     quantization: str = ""
-    """Readable name of the quantization; "" if the weights are not quantized."""
+    """Readable name; "" if the weights are not quantized."""
     page_groups: int = 1
     rope_context: int | None = None
     """Context length for which RoPE frequencies were chosen; None if they do not depend on it."""
     context_pages: int = 1
-    """Maximum number of blocks of a request with a full context. Here and in the statistics, each KV cache group has
-    blocks of its own; one of the `num_blocks` comprises a block for each of the `page_groups`.
+    """Maximum number of blocks of a full context. It and the statistics count each KV cache group's blocks; one of the
+    `num_blocks` comprises a block of each of the `page_groups`.
     """
     state_bytes: int = 0
     kv_cache_dtype: str = "auto"

@@ -13,8 +13,8 @@ class WeightReceiverMethods(ABC):
 
     @abstractmethod
     def receive(self, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
-        """Write the tensors (name, dtype, shape) that rank 0 broadcasts to a new file. Raises an error if the group
-        breaks. The group cannot be used after that.
+        """Write the tensors (name, dtype, shape) that rank 0 broadcasts to a new file. If this raises, the group is
+        broken for good.
         """
 
     @abstractmethod

@@ -1,6 +1,4 @@
-"""The interface of drafters. The step that computes draft tokens also verifies them, so drafters change only how many
-tokens a step yields, never which.
-"""
+"""The step that computes draft tokens verifies them, so drafters change only how many tokens a step yields."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """Return a draft for each request. `num_step_tokens`: the step's tokens, without drafts."""
+        """Return a draft per request. `num_step_tokens`: the step's tokens without drafts."""
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
         """Learn how many drafts were accepted."""
@@ -92,7 +90,7 @@ class TokenwiseDrafter(ABC):
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """Append a token to the drafts at these indices, which must ascend and be among the last call's."""
+        """Extend the drafts at `indices`, which ascend and were among the last call's."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when a request has finished."""

@@ -1,10 +1,10 @@
-"""The waiting queue. It is ordered by priority, then by fairness between tenants, then by sort key.
+"""The waiting queue, ordered by priority, then by fairness between tenants, then by sort key.
 
 Fairness uses virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's
-counter grows by the tokens computed for it divided by its weight, and the waiting tenant with the smallest counter is
-scheduled next. When a tenant starts to wait, its counter is raised to the smallest counter of the waiting tenants, so
-idle time earns no credit. Unlike the paper, Quire preempts, because one tenant's long answers could otherwise occupy
-all slots for minutes.
+counter grows by its computed tokens divided by its weight, and the waiting tenant with the smallest counter goes next.
+When a tenant starts to wait, its counter is raised to the smallest one of the waiting tenants, so idle time earns no
+credit. Unlike the paper, Quire preempts, because one tenant's long answers could otherwise occupy all slots for
+minutes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ long step.
 
 
 class TokenBudget:
-    """The tokens of one step. While urgent requests run or wait, all other requests together get at most as many tokens
-    as the urgent requests generate, or MIN_LOW_PRIORITY_TOKENS if that is more. Tokens of urgent prompts do not count.
+    """A step's tokens. While urgent requests run or wait, all others together get as many tokens as the urgent ones
+    generate, but at least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -78,7 +78,7 @@ class FairQueue:
         return budget
 
     def sort_key(self, request: Request) -> tuple[int, float, tuple[float, int]]:
-        """The request with the smallest key is scheduled first; the one with the largest is preempted first."""
+        """The smallest key is scheduled first, the largest preempted first."""
         return (
             request.engine_request.priority,
             self._served.get(request.engine_request.tenant, self._last_served),
@@ -111,9 +111,9 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """Requests that `waiting_request` may preempt, in order. Each is less urgent, or has a larger sort key and a
-        tenant that without it would still run at least as many requests per weight as the waiting tenant. Therefore no
-        preemption provokes another one in return.
+        """Running requests that may be preempted, in order. Each is less urgent, or has a larger sort key and a tenant
+        that would still run at least as many requests per weight as the waiting tenant. So no preemption provokes
+        another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority

@@ -34,8 +34,8 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """Return True if the request must wait for blocks that follow the device's `cached` blocks. Such a request is
-        in no queue until `take_loaded_requests` returns it. The pool must have enough free blocks for all its tokens.
+        """True if the request must wait for blocks that follow the device's `cached` ones. It is in no queue until
+        `take_loaded_requests` returns it. The pool must have free blocks for all its tokens.
         """
 
     @abstractmethod

@@ -30,12 +30,12 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """An engine request while the scheduler runs it. Only the scheduler changes it.
+    """An engine request while the scheduler, and nothing else, changes it.
 
-    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. If
-    num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1, the request has caught up: the next step computes
-    the last token and samples another one. Until they are verified, draft tokens count as computed and in flight but
-    are not in `token_ids`, so they are neither hashed nor shared.
+    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request has
+    caught up if num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last token
+    and samples another. Until they are verified, draft tokens count as computed and in flight but are not in
+    `token_ids`, so they are neither hashed nor shared.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Request:
         self.slot: int | None = None
         self.block_ids: list[int] = []
         self.num_trimmed_tokens = 0
-        """Position of the last trim. Blocks that are outside the window there have been freed."""
+        """Position for which blocks outside the window were last freed."""
         self.num_sent_blocks = 0
         """Number of blocks that the device has been told about."""
         self.num_cached_hashes = 0
@@ -74,7 +74,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         """None until the request first starts."""
         self.num_charged_tokens = 0
-        """Number of prompt tokens charged to the tenant. Computing them again after a preemption costs nothing."""
+        """Prompt tokens already charged. Recomputing them after a preemption costs the tenant nothing."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -91,9 +91,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """Set the sort key to place(request). Return an error if `place`, which may be a user's function, raises or
-        returns no number.
-        """
+        """Set the sort key. Return an error if `place`, perhaps a user's function, raises or returns no number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -119,8 +117,8 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of known tokens that are not computed. 0 while all possible output is in flight, and while the host
-        must see a token first.
+        """Known tokens that are not computed. 0 while all possible output is in flight, or the host must see a token
+        first.
         """
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
@@ -129,9 +127,9 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """The part of the pending tokens that the next step computes. Large images are encoded over several steps. A
-        bidirectional span is never split: it waits for the next step or, if the step would begin with it and its image
-        is encoded, exceeds `max_tokens`.
+        """The pending tokens that the next step computes. Large images are encoded over several steps. A bidirectional
+        span is never split: it waits for the next step or, if it is first and its image is encoded, exceeds
+        `max_tokens`.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -163,7 +161,7 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """How far the image is encoded; 0 unless this image is the one being encoded."""
+        """How far the image is encoded; 0 unless it is the one being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -176,7 +174,7 @@ class Request:
         self._current_encoder_chunk = chunks[-1]
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
-        """Hashes of the first `count` blocks of `size` tokens. `size` must be the same in all calls."""
+        """Hashes of the first `count` blocks. `size` must be the same in all calls."""
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
@@ -212,9 +210,7 @@ class Request:
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """The hash before the first block. Prefixes with different salts or adapters never match. `adapter` is a hex
-    digest.
-    """
+    """The first block's parent. Prefixes with different salts or adapters never match. `adapter`: hex digest."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 

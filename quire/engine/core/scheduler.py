@@ -1,11 +1,11 @@
-"""Decides what each step computes. One rule decides: a request's computed tokens catch up with its known tokens.
+"""Decides what each step computes, by one rule: a request's computed tokens catch up with its known tokens.
 
 Decodes are scheduled first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix
 cache hits, mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
 
-`schedule()` may run ahead of `update_from_output()`: a step counts as computed once it is scheduled, and its sampled
-tokens are appended when it is applied. Devices run steps in scheduling order, so freed blocks may be reallocated while
-a step is in flight.
+`schedule()` may run ahead of `update_from_output()`: a step counts as computed once it is scheduled, and its tokens are
+appended when it is applied. Devices run steps in scheduling order, so freed blocks may be reallocated while a step is
+in flight.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Return where a request stands in its queue. Within a priority and tenant, the smallest number goes first. A
-        class named by --scheduler-cls may override this method.
+        """Return a number. Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may
+        override this.
         """
         return 0.0
 
@@ -217,8 +217,8 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt running requests for the first waiting request. This runs before a step is planned, because the
-        step's own blocks cannot be reused.
+        """Preempt for the first waiting request. A step's own blocks cannot be reused, so this runs before a step is
+        planned.
         """
         request = self._waiting.peek()
         if (
@@ -273,7 +273,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Start waiting requests while slots, blocks and the budget suffice. This never preempts."""
+        """Start waiting requests, without preempting others."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -328,9 +328,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Draft for requests whose known tokens this step computes. Their chunks already have blocks, so drafts cause
-        no preemption.
-        """
+        """Add drafts to chunks, which already have their blocks, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -355,8 +353,8 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Count the chunk as computed and cache its full blocks. Other requests of the same step can share them,
-        because each layer stores keys and values before it attends.
+        """Count the chunk as computed. Requests of the same step can share its full blocks, because each layer stores
+        keys and values before it attends.
         """
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens

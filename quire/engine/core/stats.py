@@ -206,8 +206,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step computed, and when. Times are in seconds of time.monotonic(). No field is tracked by the garbage
-    collector, because with 100,000 tracked records it delayed the event loop by milliseconds.
+    """A step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with 100,000
+    records it held up the event loop for milliseconds.
     """
 
     number: int

@@ -79,7 +79,7 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenRequestHandle:
-    """Identifies a request, because successive requests may have the same id."""
+    """Distinguishes successive requests with the same id."""
 
     id: str
     wants_deltas: bool

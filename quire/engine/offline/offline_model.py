@@ -68,7 +68,7 @@ class GenerationTask:
 
 
 class OfflineModel:
-    """The model's tokenizer, chat template and adapters. The constructor raises ModelError."""
+    """A model's tokenizer, template and adapters. Raises ModelError."""
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model_with_overrides(config)
@@ -187,8 +187,8 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Truncate a prompt, but keep the tokens that the tokenizer adds around a text. `length`: maximum number of
-        tokens; None: no limit; -1: the context length. Raises InvalidRequest for a prompt with images.
+        """Keep the first `length` tokens, and those that the tokenizer adds around a text. None: no limit; -1: the
+        context length. Raises InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:

@@ -259,7 +259,7 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """Returns why tokens up to `end` are not cached; None if they were never computed."""
+        """None if tokens up to `end` were never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -272,9 +272,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens
-        both share; the sequence's visit if the prompt continues its conversation, otherwise None; and whether both
-        prompts have the same end. If so, one is a rewritten form of the other.
+        """Returns the first difference from the nearest earlier sequence; how many later tokens both share; that
+        sequence's visit if the prompt continues its conversation; and whether both prompts have the same end. If so,
+        one is a rewritten form of the other.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(

@@ -24,7 +24,7 @@ _MAX_COMPARED_TOKENS = 65_536
 
 
 class CacheNamespace(NamedTuple):
-    """What a cached block depends on besides tokens. Requests share blocks only within a namespace."""
+    """Requests share blocks only within a namespace."""
 
     salt: str
     adapter: str

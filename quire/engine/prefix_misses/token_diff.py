@@ -14,7 +14,7 @@ MIN_RUN_TOKENS = 16
 
 
 class EqualRun(NamedTuple):
-    """A run of tokens that both sequences contain: its offsets and length in tokens."""
+    """Equal tokens of two sequences: offsets and length in tokens."""
 
     old_start: int
     new_start: int

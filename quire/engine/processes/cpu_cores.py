@@ -13,8 +13,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Returns the cores of each process, out of `allowed`: those of one NUMA node, or of several if there are more
-    nodes than processes. None if fewer than two nodes are known or needed.
+    """Returns each process's cores out of `allowed`: those of one NUMA node, or of several if there are more nodes than
+    processes. None if fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]

@@ -82,7 +82,7 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """Returns the list of visible GPUs; None means all. HIP also reads CUDA's variable if its own is not set."""
+    """None means all GPUs. HIP falls back to CUDA's variable."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
@@ -135,9 +135,7 @@ def _count_nvidia_gpus(root: Path) -> int:
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys shows all GPUs of the machine, so GPUs without a file in /dev, which belong to other containers, do not
-    count.
-    """
+    """/sys lists the machine's GPUs; a container has files in /dev only for its own."""
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

@@ -164,7 +164,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Return the segments that these weights computed, and the number of tokens that other weights computed."""
+    """Return these weights' segments, and the number of tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -249,8 +249,8 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """Return the first index at which the sequences differ; the shorter length if one is the other's prefix; None if
-    both are equal.
+    """Return the index of the first difference; the shorter length if one is the other's prefix; None if both are
+    equal.
     """
     if list(expected) == list(actual):
         return None

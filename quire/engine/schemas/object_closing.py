@@ -1,9 +1,9 @@
-"""Closes objects: if a schema names properties and does not mention other properties, the closed schema forbids others.
-OpenAI's strict mode, other servers and Pydantic users expect that, although JSON Schema allows others.
+"""Closes objects: a schema that names properties, and does not mention others, then forbids others. OpenAI's strict
+mode, other servers and Pydantic users expect that, although JSON Schema allows others.
 
 All schemas that apply to an object are closed together: targets of `$ref` and `allOf`, one branch of each `anyOf` and
-`oneOf`, and additions of `then`, `else` and `dependentSchemas`. If they were closed separately, each would forbid the
-properties of the others, so they are merged first. `not` and `if` are left as they are.
+`oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the properties of the
+others, so they are merged first. `not` and `if` are left alone.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Returns the schema without `$ref` and combining keywords. The same schema always gives the same object,
-        because schemas are identified by id.
+        """Returns the schema without `$ref` and combining keywords; always the same object, because schemas are
+        identified by id.
         """
         if id(schema) not in self._own_keywords:
             left_out = {

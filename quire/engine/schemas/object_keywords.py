@@ -13,7 +13,7 @@ SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
 
 class UndecidableSchema(Exception):
-    """It cannot be decided which properties to forbid, so the document stays open."""
+    """It cannot be decided which properties to forbid."""
 
 
 class ConditionalKeywords:

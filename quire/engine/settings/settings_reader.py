@@ -33,12 +33,10 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """Load settings. In order of precedence, they come from `explicit`, QUIRE_* variables, the TOML file `config`, and
-    defaults.
+    """Load settings. Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
-    `origin` names the source of an explicit value in errors. `other_settings`: further settings that variables may set;
-    None allows all that do not resemble one of the model's. Raises ConfigError that names each bad value's key and
-    source.
+    `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set; None
+    allows any that do not resemble one of the model's. Raises ConfigError that names each bad value's key and source.
     """
     _check_environment_variables(model, other_settings)
     sources = [
@@ -141,9 +139,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Read the variables by which PyTorch launchers such as torchrun identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). They are ignored with one machine, because a program that
-    torchrun started may have a model of its own.
+    """Read variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine, because a program that torchrun
+    started may have its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

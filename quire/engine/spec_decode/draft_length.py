@@ -35,7 +35,7 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 """Approximate rates, measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 UNTRIED_DECAY = 0.99
-"""The tried counts of kinds that are not drafted decay, so that bad kinds are eventually tried again."""
+"""Counts of kinds that are not drafted decay, so that bad kinds are tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)

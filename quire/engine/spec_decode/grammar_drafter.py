@@ -53,8 +53,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts at the first token that the grammar forbids, and adds tokens that the grammar
-    forces, such as keys of a JSON schema. JSON is drafted with a space after commas and colons.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that the grammar forces, such as
+    keys of a JSON schema. Assumes a space after JSON's commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -142,9 +142,7 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """Tokens of the text that the grammar forces. The answer may instead have a last token that extends beyond that
-    text.
-    """
+    """Tokens of the forced text. The answer's last token may instead extend beyond that text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []

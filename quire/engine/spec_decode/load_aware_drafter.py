@@ -1,5 +1,5 @@
-"""Drafts less under load. Then only nearly certain drafts pay, which are those after long matches. Other requests draft
-only now and then, as a probe.
+"""Drafts less under load, when only nearly certain drafts pay: those after long matches. Other requests draft only now
+and then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.spec_decode.draft_length import StepCosts
 PROBE_INTERVAL = 8
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
-"""The engine counts as loaded if drafts pay only from this acceptance probability on."""
+"""Break-even acceptance probability from which the engine counts as loaded."""
 
 
 class LoadAwareDrafter(Drafter):
@@ -45,8 +45,8 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """True at every PROBE_INTERVAL-th token, in different steps for different requests, and after a verified draft.
-        Requests with a grammar always draft, because forced tokens are certain.
+        """True now and then, at different steps for different requests, and after a verified draft. Requests with a
+        grammar always draft, because forced tokens are certain.
         """
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (

@@ -21,9 +21,7 @@ class _PendingDraft:
 
 
 class LookupAfterModelDrafter(Drafter):
-    """Joins the model's draft and the lookup's. The model does not draft if the lookup's tokens are accepted at least
-    as often.
-    """
+    """Joins drafts of a model and a lookup. Skips the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
         """`drafter` drafts with the model, and limits its own tokens. `max_drafts`: maximum per request and step, of
@@ -67,8 +65,8 @@ class LookupAfterModelDrafter(Drafter):
         self._lookup.forget_request(request)
 
     def _prefers_lookup(self, request: Request, lookup_draft: Draft) -> bool:
-        """True if the lookup's tokens are accepted at least as often as the model's. The source that is not used counts
-        as untried, so that it gets another chance.
+        """True if the lookup's tokens are accepted at least as often. The unused source counts as untried, so that it
+        gets another chance.
         """
         if not lookup_draft.token_ids:
             return False

@@ -48,7 +48,7 @@ class _DraftModelState:
     """Number of leading tokens that the draft model has computed. None of them was a draft."""
     drafts: list[int]
     block_ids: list[int]
-    """The request's own list object. Preemption replaces it, which shows that the blocks are gone."""
+    """The request's own list object. Preemption replaces the list."""
     num_sent_blocks: int
     """Number of `block_ids` that the draft model's slot has."""
 
@@ -107,7 +107,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """Plan the tokens that the draft model must compute. They count as computed from now on."""
+        """Plan what the draft model must compute. It counts as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -162,8 +162,8 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """Record the hashes of blocks filled by tokens [begin, end). The last blocks may also contain drafts after
-        these tokens, so they have no hash.
+        """Record hashes of full blocks. The last blocks may contain drafts after tokens [begin, end), so they have
+        none.
         """
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:

@@ -19,7 +19,7 @@ MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
 """Indexing this many tokens takes about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Tokens of one index of recent answers. There are two, so up to twice as many are stored."""
+"""Limit of each of the two indices of recent answers."""
 MAX_SHARED_SALTS = 64
 
 
@@ -42,7 +42,7 @@ class NgramIndex:
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Add n-grams that end in [begin, end). Only the text added last may grow."""
+        """Index n-grams. Only the last text may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -88,8 +88,8 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """Copy the tokens after the match. After the end of the text and of `drafted`, the copy starts over, because the
-    text may be repeating.
+    """Copy what follows a match. After the end of the text and of `drafted`, the copy starts over, because the text may
+    be repeating.
     """
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]

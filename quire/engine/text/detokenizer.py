@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are emitted even if they are special tokens. If `offsets` is False, deltas have no offsets."""
+        """`shown_ids` are never skipped. If `offsets` is False, deltas have no offsets."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop

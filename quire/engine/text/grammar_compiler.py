@@ -104,7 +104,7 @@ def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """What matchers start from. All matchers of a grammar share its lexer, with the lexer's states and errors."""
+    """Matchers of a grammar share a lexer, with its states and errors."""
 
     _initial_matcher: LLMatcher
     max_lexer_states: int
@@ -153,8 +153,8 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """Compiles a grammar again whose lexer `exhausted` its states. Raises InvalidRequest if `exhausted` was already
-        exclusive, Overloaded if there are too many large lexers, and get_compiled's errors.
+        """Replaces `exhausted`, whose lexer is full. Raises InvalidRequest if it was exclusive, Overloaded for too many
+        large lexers, and get_compiled's errors.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:

@@ -37,9 +37,9 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Returns each pair's ids, and where the second text starts if the tokenizer distinguishes segments (otherwise
-    None). `limit`: maximum number of tokens of a pair; the end of the longer text is cut first. `max_second_tokens`
-    does not count special tokens. Raises InvalidRequest.
+    """Returns each pair's ids, and the second text's start if the tokenizer distinguishes segments. `limit`: maximum
+    tokens of a pair; the longer text's end is cut first. `max_second_tokens` excludes special tokens. Raises
+    InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)

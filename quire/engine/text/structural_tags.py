@@ -99,8 +99,7 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """Names of the rules for what follows a tag's begin, by path. Tags share rules, because otherwise the grammar
-        would double in size per level.
+        """Rules for what follows a tag's begin, by path. If they were not shared, the grammar would double per level.
         """
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,

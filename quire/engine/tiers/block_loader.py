@@ -77,7 +77,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """Loads for which no request waits any longer. Their blocks are released when they end."""
+        """Loads without waiting requests. They keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -93,7 +93,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """Let the request wait for the load of this block. False if the block is not being loaded."""
+        """Let the request wait for this block. False if the block is not being loaded."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)

@@ -1,8 +1,8 @@
-"""The disk tier. It has a file for each block, evicts the least recently used files first (by modification time), and
+"""The disk tier: one file per block, of which the least recently used is evicted first (by modification time). It
 survives the engine.
 
 Each identity (kv_identity.py) has its own subfolder. All subfolders share the limit. Folders have mode 0700, files
-0600. Files are renamed when they are complete and verified when they are read, because disks and power fail.
+0600. Files are renamed when complete and verified when read, because disks and power fail.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Ids of requests that were loaded once and compute further missing blocks. Otherwise other requests could take
-        loaded blocks again and again.
+        """Requests that compute missing blocks instead of loading them again, because other requests may take loaded
+        blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
@@ -127,9 +127,7 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Choose how many blocks to load. If a request needs a snapshot, only blocks up to one are chosen. If the
-        snapshot is in a tier, a slot is reserved for it.
-        """
+        """If the model needs snapshots, choose only blocks up to one. Reserve a slot for a snapshot from a tier."""
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:
             return None, len(digests)

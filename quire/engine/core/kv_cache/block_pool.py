@@ -19,7 +19,7 @@ def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """The blocks of one engine, with ids 0 to num_blocks - 1. Not thread-safe, because only the scheduler uses it."""
+    """An engine's blocks, with ids 0 to num_blocks - 1. Not thread-safe, because only one scheduler uses it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """Number of free blocks that are not pinned. They are allocated before pinned blocks."""
+        """Number of unpinned free blocks, which are allocated before pinned ones."""
         return len(self._free)
 
     @property
@@ -85,7 +85,7 @@ class BlockPool:
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks up to the first missing hash, without taking references."""
+        """Return the blocks before the first missing hash, without taking references."""
         blocks = []
         for digest in digests:
             block = self._block_by_hash.get(digest)

@@ -8,8 +8,8 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """The requests' block tables. Request.block_ids interleaves the KV cache groups: it has one block of each group for
-    every block_size tokens. The id of a block that left a sliding window is replaced by NULL_BLOCK.
+    """The requests' block tables. Request.block_ids interleaves KV cache groups: it has one block of each per
+    block_size tokens. NULL_BLOCK replaces blocks that left a sliding window.
     """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
@@ -43,8 +43,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes them in
-        a later step. A rejected draft never moves a request back to before its step's first token.
+        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes later.
+        Rejected drafts never lead back before their step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (

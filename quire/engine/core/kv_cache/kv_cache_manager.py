@@ -61,7 +61,7 @@ class KVCacheManager:
             self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Return the cached prefix's blocks. The request's last token is excluded, because it must be computed."""
+        """Excludes the request's last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         if self._snapshots is None:
@@ -73,7 +73,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Number of blocks that must become free before the request can start; negative if more are free."""
+        """Number of blocks that must become free; negative if more are free."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:

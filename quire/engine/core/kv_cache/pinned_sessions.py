@@ -1,11 +1,10 @@
 """Pins a paused conversation's KV blocks for its next turn. Pinned blocks count as free but are allocated last.
 
-A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that
-request's conversation, and blocks are pinned only from the second turn on, because most prompts are never continued. If
-more than a share of the pool is pinned, the tenant with the most pinned blocks loses blocks first: those of its
-conversation with the longest pause relative to its earlier pauses. For models with recurrent state, snapshots are
-pinned too. When a conversation loses its last snapshot, all its blocks are unpinned, because no request can start from
-them.
+A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to its
+conversation, and blocks are pinned from the second turn on, because most prompts are never continued. Above a share of
+the pool, the tenant with the most pinned blocks loses blocks first: those of its conversation with the longest pause
+relative to earlier pauses. With recurrent state, snapshots are pinned too. A conversation without a snapshot loses all
+its blocks, because no request can start from them.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Pause the request's session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request
-        frees its blocks.
+        """Pause the session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request frees
+        them.
         """
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)

@@ -65,7 +65,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Count the request's hits when it starts. Restarts after a preemption do not count."""
+        """Count hits at a request's first start only."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -90,8 +90,8 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """Allocate the request's next block if each group has a cached block that begins with the same tokens, and
-        return the copies. Copies run before the step, so a block that this step writes must not be a source.
+        """Allocate a block per group if each group has a cached block that begins like the request's next one. Copies
+        run before the step, so what the step writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []

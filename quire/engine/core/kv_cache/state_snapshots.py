@@ -1,6 +1,5 @@
-"""Snapshots of recurrent states, which are too large to be stored for every block. A request can start after a cached
-block only if a snapshot was taken there. A snapshot is a slot without a request; slots are copied to save and to
-restore a state.
+"""Snapshots of recurrent states, which are too large to store for every block. A request can start after a cached block
+only if a snapshot was taken there. A snapshot is a slot without a request. Slots are copied to save and restore states.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class StateSnapshots:
         self._pending = []
 
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """Limit the known tokens of the next step, which must not go beyond the next snapshot."""
+        """Limit the known tokens of the next step to those before the next snapshot."""
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
@@ -72,7 +71,7 @@ class StateSnapshots:
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
-        """Restore the state at the request's computed blocks. The request must already have its slot and its blocks."""
+        """The request must already have its slot and its computed blocks."""
         assert request.slot is not None
         request.num_snapshot_tokens = request.num_computed_tokens
         if request.num_computed_tokens:
@@ -174,7 +173,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """Token at which the prompt's end gets a snapshot; None if the snapshot would save too few tokens."""
+        """None if the snapshot would save too few tokens."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

@@ -181,8 +181,8 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Returns a renderer that describes tools in the system message, if the template does not show tools or
-        `always` is set. `call_format`: an example of a call.
+        """Returns a renderer that describes tools in the system message if the template does not show them, or
+        `always`. `call_format`: an example.
         """
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)

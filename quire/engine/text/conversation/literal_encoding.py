@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from quire.engine.text.tokenizer import Tokenizer
 
 _LEAD_CHARACTER = "\u263a"
-"""Encoded before a text and then removed, because some tokenizers change a text's first space."""
+"""Encoded before a text and then removed, because some tokenizers change a first space."""
 
 
 def encode_with_literal_texts(

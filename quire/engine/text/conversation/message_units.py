@@ -43,7 +43,7 @@ class UnitShape(NamedTuple):
 class MessageUnit:
     messages: tuple[Message, ...]
     index: int
-    """Index of the unit's first message in the request; -1 if Quire added the message."""
+    """Index of the first message; -1 if Quire added it."""
     is_tool_description: bool = False
 
 
@@ -94,8 +94,8 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Returns for each result the index of its call, or None. A result without id answers the first open call, with the
-    same name if it has a name.
+    """Returns each result's call index, or None. A result without id answers the first open call, of the same name if
+    it has a name.
     """
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}

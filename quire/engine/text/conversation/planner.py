@@ -29,7 +29,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""What usually follows a role. Rules after which the template accepts one of these continuations are preferred."""
+"""Rules after which the template accepts one of these continuations are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class ConversationPlanner:
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """Returns the first rule with which the template accepts the unit and a usual continuation, otherwise the first
-        with which it accepts the unit. Also returns False if there is no such rule; the unit then stays unchanged.
+        """Returns the first rule that the template accepts together with a usual continuation, otherwise the first that
+        it accepts. False: it accepts none, and the unit stays unchanged.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None

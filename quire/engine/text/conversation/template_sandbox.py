@@ -1,5 +1,5 @@
-"""A Jinja sandbox against templates that never end or fill the memory. It limits the number of steps, so the limit is
-the same on every machine, and checks the size of large results before they are computed.
+"""A Jinja sandbox against templates that never end or fill the memory. It limits steps, so the limit is the same on
+every machine, and checks the size of large results beforehand.
 """
 
 from __future__ import annotations
