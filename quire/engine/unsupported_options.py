@@ -50,7 +50,7 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Why Quire always does what this value of a vLLM option asks; "" if it does not. `name` has no dashes."""
+    """Why this value of a vLLM option is redundant; "" if it is not. `name` has no leading dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
@@ -115,7 +115,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """A hint for an unknown flag, or "". The names in `known` have dashes."""
+    """A hint for an unknown flag, or "". The names in `known` begin with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 

@@ -200,7 +200,7 @@ class NodeHeartbeat:
     """A thread that tells machine 0 that this machine is alive, and finally how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: after this time without a message, machine 0 counts this one as gone. Raises ConnectionError."""
+        """`silence`: time without a message after which machine 0 counts this machine as gone. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

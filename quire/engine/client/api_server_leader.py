@@ -53,7 +53,7 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 10.0
 _REMEMBER_SECONDS = 5.0
-"""Interval of requests for the LASTING counts, which would be lost when an API process ends."""
+"""Interval at which the leader asks for the LASTING counts, which would be lost when an API process ends."""
 
 
 class ApiServerLeader:

@@ -58,7 +58,7 @@ class EngineCoreClient(ABC):
         self.stats = EngineStats()
         self.deaths = 0
         self.replays = 0
-        """A request that is replayed twice counts twice."""
+        """Number of replays. A request that is replayed twice counts twice."""
         self.quarantined = 0
         """Number of requests refused because they ended every engine that computed them."""
         self.weights_version = "1"

@@ -276,7 +276,7 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Settings that libraries read when they are loaded, under the user's values, which win."""
+    """Settings for libraries, which read them when loaded. The user's values win."""
     # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
     # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}

@@ -2,7 +2,7 @@
 
 When an engine process ends, the next engine gets its requests: they are replayed. If the engine itself was at fault,
 requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
-first, without other requests, then half of that half, finally a single one. Some tokens, or its end, clear a suspect. A
+first, without other requests, then half of that half, finally a single one. Some tokens or an end clear a suspect. A
 request that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes no suspects
 and clears none. Uses no clock and no I/O.
 """

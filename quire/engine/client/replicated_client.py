@@ -1,5 +1,5 @@
 """Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
-sleep or restart, requests wait. A replica that cannot restart is left out. The client fails with the last replica.
+sleep or restart, requests wait. A replica that cannot restart is left out. The client fails when the last replica does.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MAX_TOTAL_STEPS = 100_000
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """A new engine after a crash, sleep or weight change gets a higher number."""
+    """Number of the engine. A new one after a crash, sleep or weight change gets a higher number."""
     request_ids: tuple[str, ...]
     replica: int = 0
     is_counted: bool = True

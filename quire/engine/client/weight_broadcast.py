@@ -67,7 +67,7 @@ class WeightsGroup:
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leaves the previous group, joins this one and waits for all members. Raises InvalidRequest without them."""
+        """Leaves the old group, joins this one and waits for all members. Raises InvalidRequest if one is missing."""
 
         async def join_group() -> None:
             await self._forget()

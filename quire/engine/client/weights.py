@@ -101,7 +101,7 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Works like `update`, with `load`, which gets the version. `check` may refuse the weights before requests are
+        """Works like `update`, but loads the weights with `load`, which gets their version. `check` may refuse the weights before requests are
         affected. `path`: the weights' files, if any.
         """
         check_mode(mode)
@@ -134,7 +134,7 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Runs the call under the lock, even if nobody awaits it any longer, because it may have released weights."""
+    """Runs the call under the lock, even if nobody awaits it any longer, because the call may have released weights."""
 
     async def run_in_turn() -> Result:
         async with turn:

@@ -34,7 +34,7 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """A new engine gets the same capacity, whatever memory is free then."""
+    """Settings that give a new engine the same capacity, whatever memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
@@ -390,7 +390,8 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept GiB or, as in vLLM, bytes: 10G or 10000000000, because no machine has a million GiB."""
+        """Accept GiB or, as in vLLM, bytes: 10G or 10000000000. A number above a
+        million means bytes, because no machine has so many GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:

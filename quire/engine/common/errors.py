@@ -7,7 +7,7 @@ QuireError
 │   └── AdapterError          an adapter is unreadable, or does not fit the model
 ├── ModelNotFound
 ├── RequestNotFound           no open request has that id
-├── Conflict                  kept content differs from the request's
+├── Conflict                  stored content differs from the request's
 ├── RateLimited
 ├── Overloaded                no room now; a later try may succeed
 │   └── QueueTimeout

@@ -89,7 +89,7 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 class Executor(Protocol):
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """Begin a step. Earlier results need not have been read."""
+        """Begin to compute a step. Earlier steps' results need not have been read."""
 
     def warm_up_next(self) -> bool:
         """Prepare one thing in at most about a second. Return False if nothing is left to prepare."""
@@ -101,4 +101,4 @@ class Executor(Protocol):
         """Return a mover for slots (Sublayer.slot_tensor_specs); None without recurrent state."""
 
     def preload_grammar_compiler(self) -> None:
-        """Begin to load in the background what the first grammar would otherwise wait for."""
+        """Begin to load the compiler in the background. Otherwise the first grammar would wait for it."""

@@ -34,7 +34,7 @@ _MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """Sampling and end of an answer. Raises InvalidRequest that names the wrong field."""
+    """How to sample an answer, and when it ends. Raises InvalidRequest that names the wrong field."""
 
     n: Annotated[int, SamplingField(text="Number of answers per prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[

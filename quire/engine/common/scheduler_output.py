@@ -71,7 +71,7 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that the draft model must compute before it drafts. Its slot keeps its tokens and blocks until another
+    """Tokens that the draft model must compute before it drafts. The draft model's slot keeps tokens and blocks until another
     request enters it.
     """
 

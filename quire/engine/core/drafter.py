@@ -78,7 +78,7 @@ class Drafter(ABC):
         """Learn how many drafts were accepted."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when a request has finished for which drafts were possible."""
+        """Called when a request that may have had drafts has finished."""
 
 
 class TokenwiseDrafter(ABC):
@@ -90,7 +90,7 @@ class TokenwiseDrafter(ABC):
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """Extend the drafts at `indices`, which ascend and were among the last call's."""
+        """Extend the drafts at `indices`, which must ascend and be among those of the last call."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when a request has finished."""

@@ -30,7 +30,7 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """An engine request while the scheduler, and nothing else, changes it.
+    """An engine request that is being served. Only the scheduler changes it.
 
     `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request has
     caught up if num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last token
@@ -210,7 +210,7 @@ class Request:
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """The first block's parent. Prefixes with different salts or adapters never match. `adapter`: hex digest."""
+    """Parent hash of the first block. Prefixes with different salts or adapters never match. `adapter`: hex digest."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 

@@ -88,7 +88,7 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Return a number. Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may
+        """Return the request's sort key. Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may
         override this.
         """
         return 0.0

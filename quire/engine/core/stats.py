@@ -24,7 +24,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
-    """The tier hung and is no longer used."""
+    """True if the tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
         """Add the counters of an earlier engine. Gauges are not added."""
@@ -206,7 +206,7 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with 100,000
+    """Record of a step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with 100,000
     records it held up the event loop for milliseconds.
     """
 

@@ -1,5 +1,5 @@
-"""Drafts less under load, when only nearly certain drafts pay: those after long matches. Other requests draft only now
-and then.
+"""Under load only nearly certain drafts pay, which are those after long matches. So a request drafts only now and then,
+and after a step that verified its drafts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class DraftBlockLayout:
     block_size: int
     hash_block_size: int
     first_spare_block: int
-    """Each slot has `num_spare_blocks` for drafts, starting here with slot 0's."""
+    """The first of the blocks for drafts. Each slot has `num_spare_blocks` of them."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -48,7 +48,7 @@ class _DraftModelState:
     """Number of leading tokens that the draft model has computed. None of them was a draft."""
     drafts: list[int]
     block_ids: list[int]
-    """The request's own list object. Preemption replaces the list."""
+    """The request's own list object. After a preemption the request has another one."""
     num_sent_blocks: int
     """Number of `block_ids` that the draft model's slot has."""
 

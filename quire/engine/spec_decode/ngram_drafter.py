@@ -19,7 +19,7 @@ MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
 """Indexing this many tokens takes about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Limit of each of the two indices of recent answers."""
+"""Maximum tokens in each of the two indices of recent answers."""
 MAX_SHARED_SALTS = 64
 
 

@@ -108,7 +108,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """Writers of formats that may end in free text. They get the ends that can follow it."""
+        """Writers of formats that may end in free text. They get the texts that can end it."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,

@@ -61,7 +61,7 @@ class KVCacheManager:
             self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Excludes the request's last token, which must be computed."""
+        """Return the request's cached blocks, without its last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         if self._snapshots is None:

@@ -195,7 +195,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """A call of the environment's method, which templates can neither name nor replace."""
+    """Calls the environment's `method`, which templates can neither name nor replace."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
@@ -231,7 +231,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """Returns more than MAX_RESULT_SIZE if a width comes from an argument."""
+    """Total width of a format's fields; more than MAX_RESULT_SIZE if a width comes from an argument."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
