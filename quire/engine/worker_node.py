@@ -200,7 +200,7 @@ class NodeHeartbeat:
     """A thread that tells machine 0 that this machine is alive, and finally how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: time without a message after which machine 0 counts this machine as gone. Raises ConnectionError."""
+        """Machine 0 counts this machine as gone after `silence` without a message. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

@@ -40,8 +40,8 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """Outputs of a group of requests, in order of arrival. An iteration returns at most one output per request. The iteration ends
-    when all requests have ended, or raises their error. Call `close` to stop reading.
+    """Outputs of a group of requests, in order of arrival. An iteration returns at most one output per request. The
+    iteration ends when all requests have ended, or raises their error. Call `close` to stop reading.
     """
 
     @property

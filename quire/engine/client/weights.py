@@ -101,8 +101,8 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """Works like `update`, but loads the weights with `load`, which gets their version. `check` may refuse the weights before requests are
-        affected. `path`: the weights' files, if any.
+        """Works like `update`, but loads the weights with `load`, which gets their version. `check` may refuse the
+        weights before requests are affected. `path`: the weights' files, if any.
         """
         check_mode(mode)
 

@@ -71,8 +71,8 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that the draft model must compute before it drafts. The draft model's slot keeps tokens and blocks until another
-    request enters it.
+    """Tokens that the draft model must compute before it drafts. The draft model's slot keeps tokens and blocks until
+    another request enters it.
     """
 
     slot: int

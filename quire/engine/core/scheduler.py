@@ -88,8 +88,8 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Return the request's sort key. Within a priority and tenant, the smallest goes first. A class given by --scheduler-cls may
-        override this.
+        """Return the request's sort key. Within a priority and tenant, the smallest goes first. A class given by
+        --scheduler-cls may override this.
         """
         return 0.0
 

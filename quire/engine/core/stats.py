@@ -206,8 +206,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Record of a step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with 100,000
-    records it held up the event loop for milliseconds.
+    """Record of a step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with
+    100,000 records it held up the event loop for milliseconds.
     """
 
     number: int

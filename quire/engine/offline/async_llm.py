@@ -35,7 +35,7 @@ class AsyncLLM(LLMBase):
 
     The engine has its own process, which starts when the object is created, and serves one event loop. `start()` or the
     first call waits until the engine is ready. If its process dies, it is replaced, and open streams continue with no
-    token lost or changed. End it with `await llm.close()` or `async with`.
+    token lost or changed. Close the object with `await llm.close()` or `async with`.
     """
 
     @with_config_docs
@@ -156,8 +156,8 @@ class AsyncLLM(LLMBase):
         await self._weights.sleep(level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load weights and KV cache again. vLLM's `tags` are ignored. If loading fails, raises ConfigError and sleeps
-        on.
+        """Load weights and KV cache again. vLLM's `tags` are ignored. If loading fails, raises ConfigError and stays
+        asleep.
         """
         await self.start()
         await self._weights.wake_up()

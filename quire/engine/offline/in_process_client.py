@@ -77,8 +77,8 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """`tensors`: weights by checkpoint name. If they fail, the previous weights are restored if a file has them.
-        Otherwise the model sleeps until it gets tensors.
+        """`tensors`: weights by checkpoint name. If they cannot be loaded, the previous weights are restored from their
+        files. Without files, the model sleeps until it gets tensors.
         """
         # An earlier update's folder may have been deleted.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})

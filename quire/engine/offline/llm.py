@@ -51,7 +51,7 @@ class LLM(LLMBase):
     """Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`.
 
     The engine runs in this process or, with `multiprocessing` or several replicas (data_parallel_size), in other
-    processes, which are replaced when they die. It has its own thread and event loop, so it works in notebooks. On a
+    processes, which are replaced when they die. It has its own thread and event loop, so LLM works in notebooks. On a
     CPU, OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process slower.
     """
 

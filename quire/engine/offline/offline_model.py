@@ -187,8 +187,8 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Keep the first `length` tokens, and those that the tokenizer adds around a text. None: no limit; -1: the
-        context length. Raises InvalidRequest for a prompt with images.
+        """Keep the first `length` tokens, including those that the tokenizer adds around a text. If `length` is None,
+        all are kept; -1 means the context length. Raises InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:

@@ -117,7 +117,7 @@ class StructuredOutputsParams:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to generate answers. Use raises InvalidRequest that names the wrong field."""
+    """How to generate answers. A wrong field raises InvalidRequest, which names it, on use."""
 
     n: int = 1
     temperature: float = 1.0

@@ -227,7 +227,9 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Counts missed tokens by reason. Also returns whether `load`, the number of tokens computed for the tenant, explains evictions."""
+        """Counts missed tokens by reason. Also returns whether `load`, the number of tokens computed for the tenant,
+        explains evictions.
+        """
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False

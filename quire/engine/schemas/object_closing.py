@@ -1,5 +1,5 @@
-"""Closes objects: a schema that names properties, and does not mention others, then forbids others. OpenAI's strict
-mode, other servers and Pydantic users expect that, although JSON Schema allows others.
+"""Closes objects: a schema that names properties and does not mention others is changed to forbid others. OpenAI's
+strict mode, other servers and Pydantic users expect that, although JSON Schema allows others.
 
 All schemas that apply to an object are closed together: targets of `$ref` and `allOf`, one branch of each `anyOf` and
 `oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the properties of the
@@ -43,7 +43,7 @@ _COUPLED_KEYWORDS = (
 )
 """Keywords of a set depend on each other, so they stay in the same schema."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Limit of the merged schemas and properties, because alternatives multiply."""
+"""Limits of the number of merged schemas and properties, because alternatives multiply."""
 
 
 class ClosedSchema(NamedTuple):

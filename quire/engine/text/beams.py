@@ -54,7 +54,7 @@ class BeamSearchState:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """The best possible score, because further log probabilities are at most 0."""
+        """The best score that the beam can reach. Further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)

@@ -289,7 +289,7 @@ class WindowDecoder:
     """
 
     PROMPT_CONTEXT_TOKENS = 6
-    """A token's text can depend on this many earlier tokens."""
+    """Number of prompt tokens decoded as context, because a token's text can depend on earlier tokens."""
     MAX_PENDING_TOKENS = 8
     """No character takes more tokens."""
 

@@ -35,8 +35,8 @@ any kind; `\p{L}{1,300}` needs 7,000.
 _MAX_LARGE_LEXERS = 16
 """If all are full, they take 330 MB."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Limit without lexers. A schema of five fields takes 0.15 MB, one of 130 KB takes 10 MB, and ten numbers with a large
-`multipleOf` take 15 MB.
+"""Limit of all compiled grammars without lexers. A schema of five fields takes 0.15 MB, one of 130 KB takes 10 MB, and
+ten numbers with a large `multipleOf` take 15 MB.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16

@@ -93,7 +93,7 @@ def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
 
 
 def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files of their own override tokenizer_config.json, as in transformers."""
+    """Separate template files override tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _MAX_CPU_SECONDS = 2.0
-"""Limit per pattern. Usual patterns take milliseconds."""
+"""Limit for all patterns together. Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
 """Limit of wall-clock time, long enough for a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30

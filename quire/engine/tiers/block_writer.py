@@ -12,7 +12,7 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""While more copies than this are unwritten, further blocks are dropped."""
+"""While more bytes than this are copied but unwritten, further blocks are dropped."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
 _CLOSE_TIMEOUT_SECONDS = 30.0

@@ -6,7 +6,7 @@ _EMA_WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32
 """Smaller steps are not measured, because they do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32
-"""After this many decisions against a tier, load anyway, because the tier may be fast again."""
+"""After this many decisions against loading, load anyway, because the tier may be fast again."""
 
 
 class LoadCosts:

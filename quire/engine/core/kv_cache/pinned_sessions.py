@@ -1,9 +1,10 @@
 """Pins a paused conversation's KV blocks for its next turn. Pinned blocks count as free but are allocated last.
 
-A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that request's conversation, and blocks are pinned from the second turn on, because most prompts are never continued. Above a share of
-the pool, the tenant with the most pinned blocks loses blocks first: those of its conversation with the longest pause
-relative to earlier pauses. With recurrent state, snapshots are pinned too. A conversation without a snapshot loses all
-its blocks, because no request can start from them.
+A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that
+request's conversation, and blocks are pinned from the second turn on, because most prompts are never continued. Above a
+share of the pool, the tenant with the most pinned blocks loses blocks first: those of its conversation with the longest
+pause relative to earlier pauses. With recurrent state, snapshots are pinned too. A conversation without a snapshot
+loses all its blocks, because no request can start from them.
 """
 
 from __future__ import annotations

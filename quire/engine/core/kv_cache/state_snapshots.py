@@ -82,7 +82,9 @@ class StateSnapshots:
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
-        """Take a snapshot if one is due where the step ends. `num_known`: tokens computed after the step, without drafts."""
+        """Take a snapshot if one is due where the step ends. `num_known`: tokens computed after the step, without
+        drafts.
+        """
         is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_snapshot_end(request)
         if not is_snapshot_end or num_known > len(request.token_ids):
             return

@@ -334,7 +334,9 @@ class ReadOnlyList(list[Any]):
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Unlike in transformers, templates may change lists that they create, because Kimi K2's template collects call ids in one."""
+    """Unlike in transformers, templates may change lists that they create, because Kimi K2's template collects call ids
+    in one.
+    """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")

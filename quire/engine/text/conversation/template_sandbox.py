@@ -195,7 +195,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """Calls the environment's `method`, which templates can neither name nor replace."""
+    """A node that calls the environment's `method`, which templates can neither name nor replace."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 

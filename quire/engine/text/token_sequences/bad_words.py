@@ -8,8 +8,8 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Returns each word's tokens with and without a space before. vLLM drops the first form if the lengths differ, and
-    so misses the word. Raises InvalidRequest for an empty word.
+    """Returns each word's tokens with and without a space before. vLLM drops the form with a space if its length
+    differs from the other form's, and so misses the word. Raises InvalidRequest for an empty word.
     """
     if not all(word.strip() for word in words):
         raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")

@@ -54,7 +54,7 @@ def _find_breaker_ids(texts: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tup
 
 def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     """Yields each token that contains the text, and each token that ends with a beginning of the text, followed by the
-    tokens of the text's rest.
+    tokens of the rest of the text.
     """
     vocabulary, encoded = _vocabulary_bytes(tokenizer), text.encode()
     yield from ((token,) for token in _find_tokens(encoded, vocabulary))
