@@ -121,7 +121,7 @@ class EngineCore:
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """Compute log probabilities in a separate forward pass. Raises EngineError if several processes compute the
-        model, and InvalidRequest for invalid token ids.
+        model, InvalidRequest for invalid token ids.
         """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by a single process, and this model is divided among several")

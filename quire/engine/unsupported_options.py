@@ -29,7 +29,7 @@ class ForeignFlag:
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean …?`, or "" without a near name."""
+    """Return `did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])

@@ -1,1 +1,1 @@
-"""Clients of the engine. An EngineClient has a process's open requests; an EngineCoreClient reaches the engine core."""
+"""An EngineClient has a process's open requests; an EngineCoreClient reaches the engine core."""

@@ -1,5 +1,5 @@
-"""The interface to an engine core. The engine core may run in this process (engine/offline/in_process_client.py), in
-one or several other processes, or behind the leader.
+"""The interface to an engine core in this process (engine/offline/in_process_client.py), in one or several other
+processes, or behind the leader.
 """
 
 from __future__ import annotations
@@ -159,4 +159,4 @@ class ExclusiveClient(EngineCoreClient):
 
     @abstractmethod
     async def load(self, weights: str | None, version: str) -> None:
-        """Rebuild the engine with the weights at this path, or with the same weights if `weights` is None."""
+        """Rebuild the engine with the weights at this path; None means the same weights."""

@@ -1,4 +1,4 @@
-"""One engine process: its messages, and a watchdog that kills it if it hangs."""
+"""One engine process: its messages, and a watchdog."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _INSPECT_SECONDS = 1.0
 
 
 class KilledDuringStart(EngineError):
-    """The process was killed from outside while it started."""
+    """The process was killed from outside."""
 
 
 class EngineProcess:

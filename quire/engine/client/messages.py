@@ -91,7 +91,7 @@ class EngineCoreMethods(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, so that later requests find no earlier prefix."""
+        """Empty the prefix cache."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> list[bytes]:

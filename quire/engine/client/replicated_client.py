@@ -271,7 +271,7 @@ def processes(
     launcher: Launcher | None = None,
     find_gpus: Callable[[str], VisibleGPUs | None] = find_gpus,
 ) -> EngineClient:
-    """A client of one or more engine processes. Raises ConfigError if there are fewer GPUs than replicas need."""
+    """Raises ConfigError if there are fewer GPUs than replicas need."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher, find_gpus(config.device)))

@@ -51,7 +51,7 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if it is unknown why the prefix was not cached."""
+    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)

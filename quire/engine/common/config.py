@@ -21,7 +21,7 @@ from quire.engine.common.types import EngineInfo
 PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEMO_MODEL = str(PRESETS_FOLDER / "demo")
 DEFAULT_DISK_GIB = 10
-"""Default limit of the files in --kv-offload-dir, in GiB."""
+"""Limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
 """Default maximum tokens of a step. The second number is for GPUs with at least LARGE_GPU_BYTES."""
@@ -324,7 +324,7 @@ class EngineConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Number of processes that compute one replica of the model."""
+        """Number of processes per replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -63,7 +63,7 @@ _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """vLLM's option of this name, with its fields and defaults."""
+    """vLLM's fields and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

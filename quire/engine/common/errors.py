@@ -134,7 +134,7 @@ def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raise InvalidRequest if `task` is not among `tasks`."""
+    """Raises InvalidRequest."""
     if task not in tasks:
         hint = "; with pooling_type='last' it computes embeddings" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

@@ -95,7 +95,7 @@ class Executor(Protocol):
         """Prepare one thing in at most about a second. Return False if nothing is left to prepare."""
 
     def make_block_mover(self) -> BlockMover | None:
-        """Return the mover of KV blocks; None without KV blocks."""
+        """None without KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
         """Return a mover for slots (Sublayer.slot_tensor_specs); None without recurrent state."""

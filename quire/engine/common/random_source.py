@@ -11,7 +11,7 @@ randbits: Callable[[int], int] = secrets.randbits
 
 
 def token_hex(size: int) -> str:
-    """`size` is in bytes; the text has two digits for each."""
+    """`size` is in bytes."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler decides for a step, and what the step returns."""
+"""A step's decisions and results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys of vLLM's speculative_config that are ignored. This module does not import pydantic, whose import takes longer
-than a short command.
+"""Ignored keys of vLLM's speculative_config. This module does not import pydantic, because that takes longer than a
+short command.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     name: str
     digest: str
     folder: str
-    """Directory with the adapter's files. They must not change while a request needs them."""
+    """The adapter's files, which must not change while a request needs them."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -48,7 +48,7 @@ class TokenBudget:
         return min(self.remaining, max(MIN_LOW_PRIORITY_TOKENS, self._urgent_tokens) - self._low_priority_tokens)
 
     def spend(self, request: Request, count: int) -> None:
-        """Count tokens as used. A negative `count` returns tokens to the budget."""
+        """Count tokens as used. A negative `count` returns them."""
         self.remaining -= count
         if request.engine_request.priority <= self.urgency:
             self._urgent_tokens += count if request.num_output_tokens else 0

@@ -45,7 +45,7 @@ class _Counters(msgspec.Struct, array_like=True):
     accepted_drafts: list[int] = []
     """Number of accepted drafts by position in the draft."""
     draft_tokens_by_source: list[int] = []
-    """Number of draft tokens by source, indexed as DRAFT_SOURCES."""
+    """Indexed like DRAFT_SOURCES."""
     accepted_by_source: list[int] = []
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -143,7 +143,7 @@ class AsyncLLM(LLMBase):
         self._client.cancel(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, so that later prompts find no cached prefix. Always returns True."""
+        """Empty the prefix cache. Always returns True."""
         await self.start()
         self._client.reset_prefix_cache()
         return True

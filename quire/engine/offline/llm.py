@@ -228,7 +228,7 @@ class LLM(LLMBase):
         return decode_results(results)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, so that later prompts find no cached prefix. Always returns True."""
+        """Empty the prefix cache. Always returns True."""
         self._run_coroutine(_call_as_coroutine(self._client.reset_prefix_cache))
         return True
 
@@ -443,7 +443,7 @@ class LLM(LLMBase):
         description: str,
         show_progress: bool,
     ) -> list[_T]:
-        """Run `run_one` for all items at once. Results are in the order of items."""
+        """Results are in the order of items."""
 
         async def run_everything(done: Callable[[], None]) -> list[_T]:
             tasks = [asyncio.create_task(run_one(each, done)) for each in items]

@@ -39,7 +39,7 @@ class CacheConfig:
     block_size: int
     """Tokens per KV block."""
     num_gpu_blocks: int
-    """Number of KV blocks on the device, which may also be a CPU."""
+    """Blocks on any device, despite the name."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
     """Number of KV blocks that fit in --kv-offload-memory."""

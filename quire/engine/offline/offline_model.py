@@ -39,7 +39,7 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """Accepted as in vLLM, and ignored."""
+    """Ignored."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt

@@ -58,7 +58,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from arrival to the first token."""
+        """Seconds."""
         return self.first_token_ts - self.queued_ts
 
 

@@ -1,6 +1,6 @@
 """A folder for Unix sockets, removed soon after its owner ends. The owner locks a file in it. The next process that
-creates such a folder removes folders whose file is not locked. Process ids would not identify owners, because
-containers that share /tmp may have separate ids.
+creates such a folder removes folders whose file is not locked. Process ids would not do, because containers that share
+/tmp may have separate ids.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """True if the spans are valid and do not overlap."""
+    """Valid spans do not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:

@@ -14,7 +14,7 @@ from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
 MeasuredCosts = Sequence[tuple[int, float]]
-"""(number of tokens, seconds) of steps, by ascending number of tokens."""
+"""(tokens, seconds) of steps, in ascending order."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
 """Costs of steps if none were measured. They hardly matter, because forced tokens must be computed anyway."""
 

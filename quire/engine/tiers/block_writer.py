@@ -79,7 +79,7 @@ class BlockWriter:
         wait([last], _CLOSE_TIMEOUT_SECONDS)
 
     def promote_block(self, digest: bytes, copy: BlockContent, tiers: Sequence[Tier], generation: int) -> None:
-        """Store a loaded block in these tiers, too. Thread-safe."""
+        """Thread-safe."""
         with self._store_lock:
             if generation == self.generation:
                 for tier in tiers:

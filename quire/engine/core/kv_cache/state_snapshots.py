@@ -175,7 +175,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """None if the snapshot would save too few tokens."""
+        """Where the prompt's end gets a snapshot; None if that would save too few tokens."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 
