@@ -47,7 +47,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreClient(ABC):
-    """The way to an engine core. Call all methods from the same event loop."""
+    """The interface to an engine core. Call all methods from the same event loop."""
 
     owner: RequestOwner
     number = 0

@@ -180,7 +180,7 @@ class OutputStream(OutputSource):
         self._waiting_reader: asyncio.Future[None] | None = None
         """The next output resolves this future. A future is cheaper than asyncio.Event."""
         self._due = False
-        """True if `_hand_on` will run at the end of this iteration of the event loop."""
+        """True if `_hand_on` will run at the end of this event-loop iteration."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Called with a request's last output before the reader gets it. The second argument is True if the reader will

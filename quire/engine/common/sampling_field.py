@@ -15,7 +15,7 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """A bound that is None does not exist."""
+    """None for either bound means unbounded."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False

@@ -110,7 +110,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     rank: int
     top: list[tuple[int, float]]
-    """(token id, log probability), most likely first; with logprob_token_ids, those and the sampled token, in the same
+    """(token id, log probability), most likely first. With logprob_token_ids: those and the sampled token, in this
     order.
     """
 

@@ -219,10 +219,10 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requests: int
     num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
-    """(request id, first token, number of tokens) of all requests except plain decodes."""
+    """(request id, first token, tokens) of all requests except plain decodes."""
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
-    """(request id, tier, number of tokens, begin, end) of loads before the step."""
+    """(request id, tier, tokens, begin, end) of loads before the step."""
     drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(request id, source of each draft token). The request's output has one token more than were accepted."""
     adapter_loads: tuple[tuple[str, float], ...] = ()

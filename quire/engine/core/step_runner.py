@@ -38,7 +38,7 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
-        """Record of the step that the last run_step() applied; None if it applied none."""
+        """None if the last run_step() applied no step."""
 
     @property
     def has_work(self) -> bool:

@@ -41,7 +41,7 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Keywords of a set depend on each other, so they stay in the same schema."""
+"""Keywords of a set depend on each other, so they stay together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
 """Limits of the number of merged schemas and properties, because alternatives multiply."""
 
@@ -143,7 +143,7 @@ class _SchemaCloser:
         seen.add(id(schema))
         self._spend_steps(1)
         own_keywords = self._without_applicators(schema)
-        if "properties" not in own_keywords:  # properties stay in the document's order
+        if "properties" not in own_keywords:  # else it is added below, in the document's order
             self._add_plain_schema(own_keywords, parts)
         for keyword, value in schema.items():
             if keyword == "properties":

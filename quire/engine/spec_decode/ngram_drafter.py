@@ -88,8 +88,8 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """Copy what follows a match. After the end of the text and of `drafted`, the copy starts over, because the text may
-    be repeating.
+    """Copy what follows a match, starting over after the end of the text and of `drafted`, because the text may be
+    repeating.
     """
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]

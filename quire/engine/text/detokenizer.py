@@ -24,7 +24,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     first character, or with the last delta. A token that begins after a stop string has none.
     """
     num_used_ids: int
-    """Number of ids used. Fewer than were pushed only after a stop string."""
+    """Number of used ids: all pushed ids, or fewer after a stop string."""
     stop_string: str | None = None
 
 

@@ -39,7 +39,7 @@ ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million added tokens took 40 s."""
 _MAX_UNUSED_IDS = 65_536
-"""A vocabulary may leave as many ids unused as it has tokens, plus this many."""
+"""Maximum number of unused ids of a vocabulary, in addition to its number of tokens."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300

@@ -142,7 +142,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """Find the request's session by its key or last hash. A session found by its hash gets the request's key."""
+        """A session found by its last hash gets the request's key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
