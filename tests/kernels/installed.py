@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ PAGED = (2, 13)
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, library: object | None) -> None:
     """flash-attn 2; None means that it is not installed."""
+    if library is not None:  # transformers looks for it when it is first imported
+        monkeypatch.setattr(library, "__spec__", ModuleSpec("flash_attn", loader=None), raising=False)
     monkeypatch.setitem(sys.modules, "flash_attn", library)  # type: ignore[arg-type]
 
 

@@ -254,9 +254,9 @@ def test_mixed_batch_padding_fills_every_row(monkeypatch: pytest.MonkeyPatch) ->
     assert graphs.plan_batch(SchedulerOutput(ROWS)) is None, "the first of its kind"
     planned = graphs.plan_batch(SchedulerOutput(ROWS))
     assert planned is not None
-    assert planned.key == MixedGraphKey(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
+    assert planned.key == MixedGraphKey(8, 32, 38, 2), "24 tokens, and six sequences that fill up"
     inputs, before, order = graphs._build_inputs_and_output_indices(planned)
-    tokens, pieces = inputs[: 3 * 36].reshape(3, 36), inputs[3 * 36 :].reshape(5, NUM_PREFILL_ROWS)
+    tokens, pieces = inputs[: 3 * 40].reshape(3, 40), inputs[3 * 40 :].reshape(5, NUM_PREFILL_ROWS)
     assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
     assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
     assert tokens[:2, before].tolist() == [[2, 5, 5, 5, 1], [30, 9, 10, 11, 3]]
@@ -268,8 +268,8 @@ def test_mixed_batch_padding_fills_every_row(monkeypatch: pytest.MonkeyPatch) ->
         [16, *[0] * 7],
         [36, 4, 1, 1, 1, 1, 1, 3],
     ]
-    ends = 4 + np.cumsum(pieces[1])
-    assert ends[-1] == 36
+    ends = 8 + np.cumsum(pieces[1])
+    assert ends[-1] == 40
     for slot, count, context, end in zip(*pieces[:3], ends, strict=True):
         assert tokens[0, end - count : end].tolist() == [slot] * count
         assert tokens[1, end - count : end].tolist() == list(range(context - count, context))
@@ -306,8 +306,8 @@ def test_mixed_batch_inputs_hold_recurrent_state_lengths(monkeypatch: pytest.Mon
     [
         (ROWS, True),
         (ROWS[:1], False),  # a decode graph serves this
-        ([ScheduledRequest("long", 0, 0, 506, [], should_sample=True)], False),  # too long with seven padding tokens
-        ([ScheduledRequest("fits", 0, 0, 505, [], should_sample=True)], True),
+        ([ScheduledRequest("long", 0, 0, 514, [], should_sample=True)], False),  # too long with seven padding tokens
+        ([ScheduledRequest("fits", 0, 0, 513, [], should_sample=True)], True),
         ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(7)], True),
         ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(8)], False),
         ([*ROWS[1:2], *[ScheduledRequest(str(at), at % 6, 3, 1, [], should_sample=True) for at in range(257)]], False),
@@ -327,26 +327,56 @@ def test_padding_is_bounded_by_short_contexts(monkeypatch: pytest.MonkeyPatch) -
         for count in (25, 25, 26, 26)
     ]
     assert [each and each.key.num_prefill_tokens for each in planned] == [None, 32, None, None]
-    assert max_mixed_graph_tokens(40, 1) == 4 + 32
+    assert max_mixed_graph_tokens(40, 1) == 8 + 32
     assert max_mixed_graph_tokens(8, 300) == 256
 
 
 def test_mixed_batch_graphs_are_bounded_and_captured_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 11)
+    monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 9)
     graphs, _ = made(monkeypatch)
-    few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
+    few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (9, 33, 65))
     assert graphs.plan_batch(few) is None
     captured = 0
     while graphs.capture_next():
         captured += 1
-    assert captured == 10, "those of a prompt alone, and that of the batch"
+    assert captured == 8, "those of a prompt alone, and that of the batch"
     assert graphs.plan_batch(few) is not None
     assert [graphs.plan_batch(some) is None for _ in range(2)] == [True, False]
     while graphs.capture_next():
         captured += 1
-    assert captured == len(graphs.graph_set.graphs) == 11
+    assert captured == len(graphs.graph_set.graphs) == 9
     assert [graphs.plan_batch(many) for _ in range(2)] == [None, None], "there are no more"
     assert graphs.plan_batch(some) is not None
+
+
+def test_least_recently_used_mixed_batch_graph_is_replaced_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", (32,))
+    monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 2)
+    monkeypatch.setattr(mixed_batch_graphs, "_MIN_IDLE_STEPS", 10)
+    graphs, _ = made(monkeypatch)
+    few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (1, 9, 33))
+
+    def num_decode_rows() -> list[int]:
+        return sorted(key.num_decode_rows for key in graphs.graph_set.graphs)
+
+    graphs.plan_batch(some)
+    while graphs.capture_next():
+        pass
+    assert num_decode_rows() == [8, 32]
+    for _ in range(4):
+        assert graphs.plan_batch(some) is not None
+        assert graphs.plan_batch(many) is None, "the graph of `few` was used a short time ago"
+    assert graphs.plan_batch(some) is not None
+    assert graphs.plan_batch(many) is None, "it is requested for the first time"
+    assert graphs.plan_batch(few) is not None, "it is there until another one is captured"
+    assert [graphs.plan_batch(each) is None for each in (many, some)] == [True, False]
+    for _ in range(9):
+        assert graphs.plan_batch(some) is not None
+    assert graphs.plan_batch(many) is not None, "the graph of `few` was not used for a while"
+    assert graphs.capture_next()
+    assert num_decode_rows() == [32, 64]
+    assert not graphs.capture_next()
+    assert graphs.plan_batch(few) is None, "it has to be requested again"
 
 
 @pytest.mark.slow

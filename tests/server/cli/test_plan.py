@@ -895,7 +895,7 @@ def test_plan_counts_kv_cache_dtype_bytes(card: str | None, kv: str, head: int) 
     assert (("--kv-cache-dtype", kv) == estimate.flags[:2]) == (kv != "auto")
 
 
-@pytest.mark.parametrize("args", [["--memory", "1"], ["--gpu", "h100"], [], ["--config", "laptop", "--gpu", "h100"]])
+@pytest.mark.parametrize("args", [["--memory", "2"], ["--gpu", "h100"], [], ["--config", "laptop", "--gpu", "h100"]])
 def test_printed_memory_figures_add_up(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *args]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
@@ -910,9 +910,9 @@ def test_printed_memory_figures_add_up(args: list[str], capsys: pytest.CaptureFi
     ("card", "config", "beside"),
     [
         ("h100", {}, 1 / 4),
-        ("h100", {"max_num_batched_tokens": 1024}, (256 + 512) / 1024),
+        ("h100", {"max_num_batched_tokens": 2048}, (256 + 1024) / 2048),
         ("h100", {"max_num_batched_tokens": 256, "max_num_seqs": 300}, 1.0),
-        ("h100", {"max_model_len": 100, "max_num_batched_tokens": 1024}, (256 + 96) / 1024),
+        ("h100", {"max_model_len": 100, "max_num_batched_tokens": 1024}, (256 + 64) / 1024),
         ("h100", {"attention_backend": "sdpa"}, None),
         ("T4", {}, None),
         ("h100", {"enforce_eager": True}, 0),

@@ -99,6 +99,12 @@ class GraphSet(Generic[GraphKey]):
         else:
             self.graphs[key] = CapturedGraph(*captured)
 
+    def drop_graph(self, key: GraphKey) -> None:
+        """Free the driver's memory of a captured graph, which CUDA does after the graph's last run. The pool that it
+        shares with other graphs stays. Does nothing if the graph was not captured.
+        """
+        self.graphs.pop(key, None)
+
     def failure_notes(self, template: str) -> list[str]:
         failure_texts = []
         for reason in dict.fromkeys(self.eager_reasons.values()):

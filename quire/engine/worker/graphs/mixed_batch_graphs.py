@@ -8,7 +8,8 @@ the ragged kernel with the maximum length (kernels/gpu/prefill_decode_split.py).
 vLLM has piecewise graphs, one set for each number of tokens, and runs attention between the pieces. That needs fewer
 graphs, but launching attention from the host takes most of a small step's time.
 
-After a step first asks for a graph, it is captured in an idle moment, or when another step asks for it.
+After a step first asks for a graph, it is captured in an idle moment, or when another step asks for it. If there are
+MAX_MIXED_GRAPHS already, it replaces the least recently used graph, unless that was used a short time ago.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 NUM_PREFILL_ROWS = 8
 """The number of prefill sequences in a graph. At least one is padding."""
+
+_MIN_IDLE_STEPS = 256
+"""A graph is replaced only after this many later steps with prompts. A capture takes as long as two or three steps, so
+captures then cost a few percent of the time at most, even if all steps ask for different graphs.
+"""
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
 """Maps (rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
@@ -96,6 +102,9 @@ class MixedBatchGraphs:
         ]
         self._wanted_keys = dict.fromkeys(first)
         self._requested_once: set[MixedGraphKey] = set()
+        self._num_planned = 0
+        self._last_uses: dict[MixedGraphKey, int] = {}
+        """Maps a captured graph to the number of steps planned before its last use, in order of last use."""
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
@@ -134,18 +143,39 @@ class MixedBatchGraphs:
         return MixedGraphKey(rows, size, max_blocks, row_parts)
 
     def _should_use_or_request_graph(self, key: MixedGraphKey) -> bool:
+        self._num_planned += 1
         if key in self.graph_set:
+            if key in self.graph_set.graphs:
+                self._record_use(key)
             return key in self.graph_set.graphs
-        if self._is_full:
+        if not self._has_room:
             return False
         was_requested = key in self._requested_once
         self._requested_once.add(key)
         self._wanted_keys[key] = None
         return was_requested
 
+    def _record_use(self, key: MixedGraphKey) -> None:
+        self._last_uses.pop(key, None)
+        self._last_uses[key] = self._num_planned
+
     @property
-    def _is_full(self) -> bool:
-        return len(self.graph_set.graphs) >= MAX_MIXED_GRAPHS
+    def _has_room(self) -> bool:
+        """True if another graph may be captured, perhaps in place of one that was not used for a while."""
+        if len(self.graph_set.graphs) < MAX_MIXED_GRAPHS:
+            return True
+        least_recent_use = next(iter(self._last_uses.values()))
+        return self._num_planned - least_recent_use >= _MIN_IDLE_STEPS
+
+    def _make_room(self) -> None:
+        if len(self.graph_set.graphs) < MAX_MIXED_GRAPHS:
+            return
+        key = next(iter(self._last_uses))
+        del self._last_uses[key]
+        for graphs in (self.graph_set, self.draft_head_graphs):
+            graphs.drop_graph(key)
+        self._wanted_keys.pop(key, None)
+        self._requested_once.discard(key)
 
     @property
     def num_missing(self) -> int:
@@ -178,17 +208,20 @@ class MixedBatchGraphs:
 
     def capture_next(self) -> bool:
         for key in self._wanted_keys:
-            if key not in self.graph_set and not self._is_full:
+            if key not in self.graph_set and self._has_room:
                 self._capture_graph(key)
                 return True
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
+        self._make_room()
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(
             key, key.num_total_rows, lambda: buffers.hidden.copy_(self._run_step(key, buffers))
         )
+        if key in self.graph_set.graphs:
+            self._record_use(key)
         if self._run_draft_heads is not None and key in self.graph_set.graphs:
             self.draft_head_graphs.capture_graph(
                 key, key.num_total_rows, partial(self._run_draft_heads, *_step_arguments(key, buffers), buffers.hidden)
