@@ -13,7 +13,8 @@ from quire.engine.common.executor import BlockMover, PendingOutput
 from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.layers.pooling import Pooler, PoolingChunk
-from quire.engine.models.decoder import Decoder, has_finite_logits
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.batch_sampler import BatchSampler, logprob_indices_of
 from quire.engine.worker.block_movers import choose_block_mover
 from quire.engine.worker.device_memory import KVPrefaulter, copy_block_prefix, copy_slot_states, kv_cache_by_layer
 from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates
@@ -23,26 +24,23 @@ from quire.engine.worker.graphs.graph_capture import GraphOutputs
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.graphs.mixed_batch_graphs import MixedBatchGraphs
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
-from quire.engine.worker.input_batch import SampleTargets, SlotRequest
+from quire.engine.worker.input_batch import SlotRequest
 from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.pending_step import (
-    NONFINITE_TOKEN,
     PendingStep,
     PreparedBatch,
     PromptLogprobTargets,
     UnsampledStep,
 )
-from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules, pad_logprob_token_ids
+from quire.engine.worker.sampling.sampling_rules import make_request_sampling_rules
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.engine.worker.step_splitting import make_step_splitter
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
-from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.probes.backend_probe import GraphCapture
 
 if TYPE_CHECKING:
@@ -106,8 +104,7 @@ class ModelRunner:
                 run_draft_heads=run_draft_heads,
                 group=model.shard.group,
             )
-        self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens, model.shard.group)
-        self._has_greedy_sampling = not is_other_device(slots.device)
+        self._sampler = BatchSampler(model, slots, grammars)
         self._step_splitter = make_step_splitter(
             lambda batch: self._compute_and_sample_batch(self._plan_batch(batch)), slots, model.shard.group
         )
@@ -231,7 +228,7 @@ class ModelRunner:
             self._wants_prompt_logprobs(row) for row in batch.scheduled_requests
         )
         slot_requests = [self._get_slot_request(row) for row in sample_targets.rows]
-        all_greedy = self._has_greedy_sampling and all(owner.rules.is_greedy_only for owner in slot_requests)
+        all_greedy = self._sampler.samples_greedily(slot_requests)
         hidden = self._run_model(prepared, all_tokens=needs_all_tokens, all_greedy=all_greedy)
         if needs_all_tokens and hidden.all_hidden is not None:
             chunks, extra_tensors = self._compute_prompt_logprobs(batch.scheduled_requests, hidden.all_hidden)
@@ -239,16 +236,21 @@ class ModelRunner:
                 extra_tensors.append(self._pooler.pool(pooled_rows, hidden.all_hidden))
         if all_greedy and sample_targets.rows:
             sampled_tensors = [
-                self._sample_and_write_greedy_targets(sample_targets, hidden)
+                self._sampler.sample_and_write_greedy(
+                    hidden.sample_hidden,
+                    sample_targets.device_slots,
+                    sample_targets.device_positions,
+                    sample_targets.linear_context,
+                )
                 if hidden.sampled_tokens is None
                 else hidden.sampled_tokens
             ]
             return self._finish_launch(prepared, slot_requests, hidden, chunks, sampled_tensors + extra_tensors)
-        logits = self._compute_finite_logits(sample_targets, hidden.sample_hidden)
+        logits = self._sampler.compute_logits_and_finite_flags(sample_targets, hidden.sample_hidden)
 
         @torch.inference_mode()
         def launch_sampling() -> PendingStep:
-            sampled_tensors = self._sample_and_write(sample_targets, slot_requests, logits)
+            sampled_tensors = self._sampler.sample_and_write(sample_targets, slot_requests, logits)
             step = self._finish_launch(prepared, slot_requests, hidden, chunks, sampled_tensors + extra_tensors)
             if self._grammars.requests:
                 self._grammars.mark_sampled(sample_targets.rows)  # last, because the batch may be computed again
@@ -272,7 +274,7 @@ class ModelRunner:
             self._draft_heads.update_states(batch, sample_targets, hidden, prepared.inputs)
         return PendingStep(
             list(zip(sample_targets.rows, slot_requests, strict=True)),
-            _logprob_indices(slot_requests),
+            logprob_indices_of(slot_requests),
             chunks,
             [] if self._pooler is None else self._make_pooling_chunks(batch.scheduled_requests),
             None if self._pooler is None else self._pooler.pooling,
@@ -292,14 +294,8 @@ class ModelRunner:
             return True
         return self.mixed_batch_graphs is not None and self.mixed_batch_graphs.capture_next()
 
-    @torch.inference_mode()
     def warm_sampler(self) -> None:
-        """Runs greedy, unfiltered and filtered sampling, which have different kernels."""
-        device, table = self._input_batch.device, self._input_batch.token_ids
-        hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
-            row = SamplingRow(make_request_sampling_rules(params, ()), 0, 1, 1, table, self._input_batch.scratch_slot)
-            self._sample(self._model.compute_logits(hidden), [row], None)
+        self._sampler.warm_up()
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
@@ -415,77 +411,9 @@ class ModelRunner:
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
-        return self._sample_and_write_greedy(
+        return self._sampler.sample_and_write_greedy(
             self._graphable_steps.split_hidden(hidden)[0], slots, positions + 1, linear_context
         )
-
-    def _sample_and_write_greedy_targets(self, sample_targets: SampleTargets, hidden: HiddenStates) -> Tensor:
-        return self._sample_and_write_greedy(
-            hidden.sample_hidden,
-            sample_targets.device_slots,
-            sample_targets.device_positions,
-            sample_targets.linear_context,
-        )
-
-    def _sample_and_write_greedy(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext
-    ) -> Tensor:
-        sampled, is_finite = self._model.greedy_tokens_and_finite_flags(hidden, linear_context)
-        self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
-        return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
-
-    def _compute_finite_logits(self, sample_targets: SampleTargets, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [R, vocab] float32, and for each row whether they are finite."""
-        if not sample_targets.rows:
-            return hidden.new_empty((0, 0)), hidden.new_empty(0, dtype=torch.bool)
-        logits = self._model.compute_logits(hidden, sample_targets.linear_context)
-        return logits, has_finite_logits(hidden, logits)
-
-    def _sample_and_write(
-        self,
-        sample_targets: SampleTargets,
-        slot_requests: list[SlotRequest],
-        logits_and_finite_flags: tuple[Tensor, Tensor],
-    ) -> list[Tensor]:
-        """Returns tokens [R] int64, and logprob_tensors of the rows that report them. Overwrites the logits. A token is
-        NONFINITE_TOKEN if its row has no finite logits, and NO_TOKEN_LEFT if constraints left none.
-        """
-        logits, is_finite = logits_and_finite_flags
-        if not sample_targets.rows:
-            return [torch.empty(0, dtype=torch.int64, device=logits.device)]
-        logprob_indices = _logprob_indices(slot_requests)
-        unmodified = None
-        if logprob_indices:
-            (reported,) = upload_arrays([np.array(logprob_indices, dtype=np.int64)], logits.device)
-            unmodified = logits[reported]
-        table = self._input_batch.token_ids
-        rows, mask = [], None
-        if self._model.shard.rank == 0:  # other ranks receive the tokens
-            rows = [
-                SamplingRow(
-                    each.rules, each.new_request.seed, length, each.new_request.num_prompt_tokens, table, row.slot
-                )
-                for row, each, length in zip(
-                    sample_targets.rows, slot_requests, sample_targets.positions.tolist(), strict=True
-                )
-            ]
-            mask = self._grammars.fill_bitmask(sample_targets.rows) if self._grammars.requests else None
-        sampled = self._sample(logits, rows, mask)
-        device_tokens = sampled.clamp(min=0)  # steps in flight may read them, so they must be valid ids
-        table[sample_targets.device_slots, sample_targets.device_positions] = device_tokens.to(torch.int32)
-        host_tokens = sampled.masked_fill(
-            ~is_finite, NONFINITE_TOKEN
-        )  # torch.where would copy a scalar to the GPU and wait
-        if unmodified is None:
-            return [host_tokens]
-        rules = [slot_requests[index].rules for index in logprob_indices]
-        max_logprobs = max(0 if each.logprob_token_ids is not None else each.num_logprobs or 0 for each in rules)
-        return [
-            host_tokens,
-            *logprob_tensors(
-                unmodified, device_tokens[reported], max_logprobs, pad_logprob_token_ids(rules, logits.device)
-            ),
-        ]
 
     def _compute_prompt_logprobs(
         self, rows: list[ScheduledRequest], hidden: Tensor
@@ -523,7 +451,3 @@ class ModelRunner:
             slot_request.rules.params.prompt_logprobs is not None
             and row.start < slot_request.new_request.num_prompt_tokens - 1
         )
-
-
-def _logprob_indices(slot_requests: list[SlotRequest]) -> list[int]:
-    return [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]

@@ -352,7 +352,7 @@ def test_mixed_batch_graphs_are_bounded_and_captured_when_idle(monkeypatch: pyte
 def test_least_recently_used_mixed_batch_graph_is_replaced_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", (32,))
     monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 2)
-    monkeypatch.setattr(mixed_batch_graphs, "_MIN_IDLE_STEPS", 10)
+    monkeypatch.setattr(mixed_batch_graphs, "MIN_IDLE_STEPS", 10)
     graphs, _ = made(monkeypatch)
     few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (1, 9, 33))
 

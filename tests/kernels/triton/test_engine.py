@@ -10,7 +10,7 @@ import torch
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.worker import model_runner
+from quire.engine.worker import batch_sampler
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu import triton_backend
 from tests.engine.harness import request, run
@@ -44,7 +44,7 @@ def test_triton_engine_tokens_equal_reference(
 ) -> None:
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
-        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(batch_sampler, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]
@@ -70,7 +70,7 @@ def test_triton_engine_image_tokens_equal_reference(name: str, tmp_path: Path, m
     """Image tokens see each other; features enter after the first layers; positions are by row and column."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
-        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(batch_sampler, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_family(tmp_path, name)
     requests = [about(path, name, "one", 1, max_tokens=3), about(path, name, "two", 2, 3, max_tokens=3)]
 

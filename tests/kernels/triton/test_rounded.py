@@ -17,7 +17,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.sublayer import activate_gate_up
-from quire.engine.worker import model_runner
+from quire.engine.worker import batch_sampler
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, Linear, LinearContext, LoraDelta
 from quire.kernels.gpu import triton_backend, triton_fused
@@ -347,7 +347,7 @@ def test_model_logprobs_are_equal_with_and_without_fused_rounding(
     """Norms and gates round; the kernels that only round have less to do."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
-        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(batch_sampler, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_tiny_model(tmp_path, family, hidden_size=128, intermediate_size=256)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 36)]

@@ -35,7 +35,7 @@ from quire.kernels.probes.backend_probe import GraphCapture
 NUM_PREFILL_ROWS = 8
 """The number of prefill sequences in a graph. At least one is padding."""
 
-_MIN_IDLE_STEPS = 256
+MIN_IDLE_STEPS = 256
 """A graph is replaced only after this many later steps with prompts. A capture takes as long as two or three steps, so
 captures then cost a few percent of the time at most, even if all steps ask for different graphs.
 """
@@ -165,7 +165,7 @@ class MixedBatchGraphs:
         if len(self.graph_set.graphs) < MAX_MIXED_GRAPHS:
             return True
         least_recent_use = next(iter(self._last_uses.values()))
-        return self._num_planned - least_recent_use >= _MIN_IDLE_STEPS
+        return self._num_planned - least_recent_use >= MIN_IDLE_STEPS
 
     def _make_room(self) -> None:
         if len(self.graph_set.graphs) < MAX_MIXED_GRAPHS:
