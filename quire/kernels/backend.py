@@ -71,7 +71,9 @@ class AdapterSlotSpec:
 
 
 class LinearWithLora(ABC):
-    """Rows without an adapter get exactly the linear's bits. No row's result depends on other rows."""
+    """Rows without an adapter get exactly the linear's bits. The delta that a row gets from its adapter does not depend
+    on other rows.
+    """
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:

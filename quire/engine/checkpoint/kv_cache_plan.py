@@ -174,8 +174,9 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, its blocks in all groups, and the blocks to allocate per group. Does not check
-    whether max_model_len fits.
+    """Return the context length in tokens, the number of blocks that one such context needs in all groups together, and
+    the number of blocks to allocate per group. If `max_model_len` is given, it is the context length, even if it does
+    not fit. Otherwise the context is as long as fits, at most `max_position`.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)

@@ -30,11 +30,11 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """An engine request that is being served. Only the scheduler changes it.
+    """An engine request that is being served. Only the scheduler and the classes that it calls change it.
 
-    `num_computed_tokens` includes steps in flight, which sample at most `num_tokens_in_flight` tokens. A request has
-    caught up if num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes the last token
-    and samples another. Until they are verified, draft tokens count as computed and in flight but are not in
+    `num_computed_tokens` includes the tokens of steps in flight. These steps sample at most `num_tokens_in_flight`
+    tokens. If num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1, the next step computes the last token
+    and samples another. Draft tokens that are not yet verified count as computed and as in flight, but they are not in
     `token_ids`, so they are neither hashed nor shared.
     """
 

@@ -92,7 +92,9 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """Runs this process's puts and deletes of objects."""
+    """Runs this process's puts, appends and deletes of objects. In the process that owns the data, its threads also run
+    those of other processes.
+    """
     close: Callable[[], None]
 
 

@@ -62,8 +62,8 @@ def explain_request(
 
 
 def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
-    """Returns time.monotonic() of the request's arrival. If the request resumes a stream, an earlier first submission
-    counts instead.
+    """Returns time.monotonic() of the request's arrival. If the request resumes a stream, returns the earlier time at
+    which the stream's first request was submitted to the engine.
     """
     return min([record.arrived_at, *(each.submitted_at for each in timelines)])
 

@@ -160,7 +160,9 @@ def build_chat_prompt(
 
 
 def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
-    """Another server made the token ids."""
+    """Builds the prompt from `kv_transfer_params.prompt_token_ids`, which another server computed from the messages.
+    Raises InvalidRequest for images and `echo`, for ids outside the vocabulary, and if the prompt is too long.
+    """
     if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")

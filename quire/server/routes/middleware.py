@@ -29,8 +29,9 @@ def add_middleware(
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
-    """The middleware that is added last sees requests first. `budget_bytes`: memory for all requests. Raises
-    ConfigError for unusable allowed hosts.
+    """Adds middleware from the inside out: the middleware that is added last sees requests first. `budget_bytes` bounds
+    the memory that all requests and their unread answers may lease together. Raises ConfigError if
+    `config.allowed_hosts` has an invalid name.
     """
     app.state.hosts = AllowedHosts(config)
     record_sinks: list[Callable[[RequestRecord], None]] = []

@@ -37,7 +37,9 @@ JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 NICENESS = 5
 """Workers yield to the server and its engine, because running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""A worker that has grown by more ends after its answer."""
+"""If a worker's private memory has grown by more than this since the worker started, the worker exits after it has sent
+the job's result.
+"""
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):

@@ -144,7 +144,9 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """Returns None once the rank has ended."""
+        """Returns None once the rank has ended, or if no readable message comes within `silence`; in that case the rank
+        counts as lost.
+        """
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit

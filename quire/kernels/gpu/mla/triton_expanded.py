@@ -12,7 +12,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_kv_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load [BLOCK_N, SIZE_PAD], with 0 if MASKED and not `inside`."""
+    """Load [BLOCK_N, SIZE_PAD]. Columns from SIZE on are 0. If MASKED, rows that are not `inside` are 0 too."""
     if MASKED and SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     elif MASKED:

@@ -262,8 +262,8 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough value: 20 hidden states per token, `width` bytes per number, and copies of the logits. The engine
-    measures instead.
+    """A rough estimate: 20 hidden states per token with `width` bytes per number, and four float32 copies of the logits
+    of the default max_num_seqs. On a GPU the engine measures the largest step instead.
     """
     return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
