@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.engine.layers.schemes.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.backend import MoEComponents
+from quire.kernels.gpu.experts import grouped_moe
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE, route_on_device, sort_rows_by_expert
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.parameters.activation import Activation
@@ -128,6 +129,21 @@ def test_route_on_device_equals_choose_experts(
         assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
         assert ((chosen >= 0) & (chosen < count)).all()
         assert not shares.cpu()[6].isfinite().all()
+
+
+def test_dry_run_reads_no_expert_scale_outside(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel has written the chosen experts then, and PyTorch's indexing of a wild one ends the CUDA context."""
+
+    class NotLaunched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(grouped_moe.kernels, "choose_experts", NotLaunched())
+    dirty = torch.full((50, 4), 2**40, device=device)  # memory that is taken next
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: dirty[: shape[0][0], : shape[0][1]].to(dtype))
+    of = MoEComponents(lambda x, _: x, [], [], Routing(4), expert_scales=torch.ones(7, device=device))
+    chosen, _, _ = route_on_device(of, torch.zeros((9, 7), device=device))
+    assert not chosen.any()
 
 
 def test_ungated_moe_matches_reference(device: torch.device, generator: torch.Generator) -> None:

@@ -150,7 +150,9 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
         return chosen.contiguous(), shares.float().contiguous(), count
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS).contiguous()
     (rows, count), each = scores.shape, routing.top_k
-    chosen = torch.empty((rows, each), dtype=torch.int64, device=x.device)
+    # PyTorch reads scales by these indices even if `dry_run_for_variants` launches no kernel that writes them.
+    allocate = torch.empty if experts.expert_scales is None else torch.zeros
+    chosen = allocate((rows, each), dtype=torch.int64, device=x.device)
     shares = torch.empty((rows, each), dtype=torch.float32, device=x.device)
     correction = experts.score_correction_bias
     kernels.choose_experts[rows,](
