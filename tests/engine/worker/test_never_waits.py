@@ -118,6 +118,8 @@ def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
+    import transformers.modeling_utils  # noqa: F401 - it looks for flash-attn, and must not find the stand-ins
+
     fake_gpu = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
     library = ShapeOnlyAttention()
     install_flash(monkeypatch, library)
