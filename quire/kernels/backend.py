@@ -415,6 +415,10 @@ class Backend(Operations):
     ) -> QuantizedEmbedding:
         """weight [vocab, hidden] may be freed afterwards. If tied, it is also the LM head."""
 
+    def stacks_experts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """True if experts' weights should be consecutive parts of one tensor, which a library multiplies at once."""
+        return False
+
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
         """Return a function that computes the weighted sum of chosen experts."""

@@ -14,6 +14,7 @@ from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec, SharedExp
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import ParameterTable, identity, merge_parameters
 from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.schemes.stacked import make_expert_schemes
 from quire.engine.layers.shard import UNSHARDED, LinearSlice, ModelShard
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, activate_gate_up
 from quire.engine.layers.sublayer_shapes import SublayerShapes
@@ -40,15 +41,22 @@ class SparseMoE(Sublayer):
         self._router = _make_replicated_dense_linear(
             shapes, build_context, f"{prefix}.{spec.router}", router_dtype, wide=True
         )
-        expert_shapes = shapes.with_context(scheme=scheme, adapters=None)
-        shard = UNSHARDED if spec.is_expert_parallel else build_context.shard
-        linears = [
-            _make_mlp_linears(expert_shapes, shard, f"{prefix}.experts.{index}", (spec.gate, spec.up, spec.down))
-            for index in range(spec.num_experts)
-        ]
         self._local_experts = (
             build_context.shard.rank_span(spec.num_experts) if spec.is_expert_parallel else range(spec.num_experts)
         )
+        stacks = backend.stacks_experts(build_context.device, build_context.dtype)
+        local_schemes = make_expert_schemes(scheme, len(self._local_experts), stacks=stacks)
+        scheme_of = dict(zip(self._local_experts, local_schemes, strict=True))
+        shard = UNSHARDED if spec.is_expert_parallel else build_context.shard
+        linears = [
+            _make_mlp_linears(
+                shapes.with_context(scheme=scheme_of.get(index, scheme), adapters=None),
+                shard,
+                f"{prefix}.experts.{index}",
+                (spec.gate, spec.up, spec.down),
+            )
+            for index in range(spec.num_experts)
+        ]
         self._remote_linears = [linear for number, linear in enumerate(linears) if number not in self._local_experts]
         local_linears = [linears[number] for number in self._local_experts]
         self._gate_up, self._down = [up for up, _ in local_linears], [down for _, down in local_linears]

@@ -29,6 +29,7 @@ from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.device.error_messages import describe_kernel_error
+from quire.kernels.gpu.experts import grouped_matmul, grouped_trial
 from quire.kernels.gpu.quantization import torch_matmul
 from quire.kernels.probes.backend_probe import last_tokens_metadata
 from tests.engine.harness import request, run
@@ -160,6 +161,24 @@ def test_steps_launch_only_precompiled_kernel_variants(
 ) -> None:
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
     assert_only_precompiled_variants_launched(monkeypatch, lambda: start(monkeypatch, tmp_path, family, **options))
+
+
+@pytest.mark.slow
+def test_steps_with_grouped_experts_launch_only_precompiled_kernel_variants(
+    h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(grouped_matmul, "is_supported", lambda *_: True)
+    monkeypatch.setattr(grouped_trial, "find_min_rows", lambda *_: 400)
+    rows, multiply = set[bool](), grouped_matmul.grouped_mm
+
+    def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        assert not ends.any(), "no kernel has written them"
+        rows.add(len(x) >= 400)
+        return multiply(x, weights, ends)
+
+    monkeypatch.setattr(grouped_matmul, "grouped_mm", grouped_mm)
+    assert_only_precompiled_variants_launched(monkeypatch, lambda: start(monkeypatch, tmp_path, "qwen3-moe"))
+    assert rows == {True}
 
 
 @pytest.mark.slow

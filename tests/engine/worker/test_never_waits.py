@@ -45,7 +45,7 @@ from quire.engine.worker.startup_steps import decoder_startup
 from quire.engine.worker.trials import backend_trials
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import host_transfer
-from quire.kernels.gpu.experts import grouped_moe
+from quire.kernels.gpu.experts import grouped_matmul, grouped_moe, grouped_trial
 from quire.kernels.gpu.libraries import flash3, flash4, torch_varlen
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
 from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul, weight_trial
@@ -422,6 +422,43 @@ def test_expert_parallel_rank_never_waits(gpu: FakeGpu, monkeypatch: pytest.Monk
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "combine_expert_outputs"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("backend", "deterministic"), [("triton", False), ("flash", False), ("triton", True)])
+def test_grouped_products_of_experts_never_wait(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, deterministic: bool, ranks: int
+) -> None:
+    """The places where groups end stay on the device, in graphs too, on a rank with some of the experts too. Weights
+    lie in one tensor per layer from loading on.
+    """
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
+    monkeypatch.setattr(grouped_trial, "find_min_rows", lambda *_: 20)
+    calls, multiply = set[tuple[bool, bool]](), grouped_matmul.grouped_mm
+
+    def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        assert rows.is_cuda
+        assert weights.is_cuda
+        assert ends.is_cuda
+        assert ends.dtype == torch.int32
+        calls.add((len(rows) >= 20, Waiting.capturing))
+        return multiply(rows, weights, ends)
+
+    monkeypatch.setattr(grouped_matmul, "grouped_mm", grouped_mm)
+    options = {"attention_backend": backend, "model": str(save_tiny_model(tmp_path, "qwen3-moe"))}
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "enable_expert_parallel": True}
+    engine = start(gpu, monkeypatch, graphs=True, deterministic=deterministic, **options)
+    with gpu.allows_waits():
+        engine.executor.warm_prompts()
+    kinds = {name: KINDS[name] for name in ("greedy", "all")}
+    assert {answer.finish_reason for answer in run(engine, make_requests(kinds)).values()} == {"length"}
+    assert calls == (set() if deterministic else {(True, False), (True, True)})
+    assert ("gather_rows" in gpu.launched) == (not deterministic)
+    assert "multiply_experts" in gpu.launched, "decodes have few rows"
+    assert engine.engine_stats.captured_prompt_steps > 0
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ from quire.kernels.gpu import (
     triton_sampling,
     triton_short_conv,
 )
+from quire.kernels.gpu.experts import grouped_matmul
+from quire.kernels.gpu.experts.grouped_matmul import GroupedMatmul
 from quire.kernels.gpu.experts.grouped_moe import ExpertLinearGroup, GroupedMoE
 from quire.kernels.gpu.linears import triton_linear, triton_lora
 from quire.kernels.gpu.linears.triton_linear import DenseLinear
@@ -361,6 +363,23 @@ def mixture(rows: int) -> None:
                 assert stacks[0] is not None
                 assert stacks[1] is not None
                 GroupedMoE(backend, experts, stacks[0], stacks[1])(torch.empty((rows, hidden), dtype=torch.bfloat16))
+        grouped_mixture(rows, hidden, inner, count, chosen)
+
+
+def grouped_mixture(rows: int, hidden: int, inner: int, count: int, chosen: int) -> None:
+    """The kernels beside PyTorch's product, which is not computed."""
+    grouped_matmul.grouped_mm = lambda x, weights, _: x.new_empty((len(x), weights.shape[2]))
+    backend = triton_backend.TritonBackend()
+    gate_up, down = (torch.empty(shape).bfloat16() for shape in ((1, 2 * inner, hidden), (1, hidden, inner)))
+    matmul = GroupedMatmul(*(each.expand(count, -1, -1).transpose(1, 2) for each in (gate_up, down)))
+    parts = [
+        ExpertLinearGroup.from_linears([backend.pack_linear(each[0], None)] * count, fixed=False)
+        for each in (gate_up, down)
+    ]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    experts = MoEComponents(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))
+    GroupedMoE(backend, experts, parts[0], parts[1], (matmul, 1))(torch.empty((rows, hidden), dtype=torch.bfloat16))
 
 
 def expert_linear(backend: triton_backend.TritonBackend, outs: int, inner: int, form: str) -> Linear:

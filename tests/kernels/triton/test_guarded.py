@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.engine.layers.schemes.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.experts import grouped_matmul, grouped_trial
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE
 from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
@@ -37,6 +38,7 @@ if not INTERPRETED:
 
 from tests.kernels.triton.guarded import guarded
 from tests.kernels.triton.test_experts import mxfp4
+from tests.kernels.triton.test_grouped import components, stacks
 from tests.kernels.triton.test_recurrent import KINDS
 
 MIXES = {"decodes": [(33, 1), (1, 1), (270, 1)], "both": [(40, 1), (17, 1), (5, 5), (60, 33)]}
@@ -203,6 +205,19 @@ def test_moe_stays_in_bounds_in_any_program_order(generator: torch.Generator) ->
         assert isinstance(moe, GroupedMoE)
         moe(x)
         assert_in_bounds_in_any_order(partial(moe, x), *given.values())
+
+
+def test_grouped_moe_stays_in_bounds_in_any_program_order(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_matmul, "is_supported", lambda *_: True)
+    monkeypatch.setattr(grouped_trial, "find_min_rows", lambda *_: 1)
+    given, x = stacks(generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
+    backend = TritonBackend()
+    whole = components(backend, given, x.device)
+    of_a_rank = replace(whole, gate_up=whole.gate_up[2:5], down=whole.down[2:5], first_expert=2)
+    for each in (whole, of_a_rank):
+        assert_in_bounds_in_any_order(partial(backend.make_moe(each), x))
 
 
 @pytest.mark.parametrize("form", [mxfp4, quantize_int8])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import apply_expert_activation, route_tokens
 from quire.kernels.gpu import triton_launch_sizes
+from quire.kernels.gpu.experts import grouped_trial
 from quire.kernels.gpu.experts import triton_experts as kernels
+from quire.kernels.gpu.experts.grouped_matmul import GroupedMatmul, make_grouped_matmul
 from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.quantized_linear import MatmulTiles, TritonQuantizedLinear, choose_matmul_tiles
@@ -73,6 +76,11 @@ class ExpertLinearGroup:
         table = torch.tensor(tensor_pointers, dtype=torch.int64, device=parts[0].codes.device)
         return cls(parts, biases or None, table, fixed)
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither quantized nor biased."""
+        return self.biases is None and self.parts[0].kernel_form == _UNQUANTIZED_FORM
+
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
@@ -99,12 +107,19 @@ class GroupedMoE:
     """Which terms a row's sums have does not depend on other rows. With fixed tiles, neither do its bits."""
 
     def __init__(
-        self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
+        self,
+        backend: Backend,
+        experts: MoEComponents,
+        gate_up: ExpertLinearGroup,
+        down: ExpertLinearGroup,
+        grouped: tuple[GroupedMatmul, int] | None = None,
     ) -> None:
+        """grouped: PyTorch's product, and the least number of rows that it multiplies."""
         self._backend = backend
         self._experts = experts
         self._gate_up = gate_up
         self._down = down
+        self._grouped = grouped
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         experts = self._experts
@@ -115,31 +130,61 @@ class GroupedMoE:
             return out
         chosen, shares, count = route_on_device(experts, router_input)
         here = len(self._gate_up.parts)
-        order, starts = sort_rows_by_expert(chosen, here, experts.first_expert)
+        grouped = self._choose_grouped_matmul(chosen.numel() * here // count)
+        order, starts = sort_rows_by_expert(chosen, here, experts.first_expert, zero_starts=grouped is not None)
         each, read = experts.routing.top_k, x
         if experts.routing.weights_inputs:
             read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
         rows_of_token = 1 if experts.routing.weights_inputs else each
-        gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
-        expert_outputs = self._down.multiply_experts(
-            apply_expert_activation(self._backend, experts, gate_up).contiguous(),
-            order,
-            starts,
-            each,
-            count,
-            of_tokens=False,
-        )
+        activate = partial(apply_expert_activation, self._backend, experts)
+        places = None
+        if grouped is not None:
+            outputs, places = grouped.compute_expert_outputs(read, order, starts, rows_of_token, activate)
+        else:
+            gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
+            activated = activate(gate_up).contiguous()
+            outputs = self._down.multiply_experts(activated, order, starts, each, count, of_tokens=False)
         size = out.shape[1]
         kernels.combine_expert_outputs[len(x), cdiv(size, _COMBINE_BLOCK)](
-            out, expert_outputs, shares, chosen, size, experts.first_expert, here, each, _COMBINE_BLOCK
-        )
+            out, outputs, shares, chosen, order if places is None else places, size, experts.first_expert, here, each,
+            places is not None, _COMBINE_BLOCK,
+        )  # fmt: skip
         return out
+
+    def _choose_grouped_matmul(self, rows: int) -> GroupedMatmul | None:
+        """rows: as many as this rank's experts have on average."""
+        if self._grouped is None:
+            return None
+        matmul, min_rows = self._grouped
+        return matmul if rows >= min_rows else None
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
     """Return None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
-    return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
+    if gate_up is None or down is None:
+        return None
+    grouped = None if fixed else _choose_grouped(gate_up, down, experts.routing.top_k)
+    return GroupedMoE(backend, experts, gate_up, down, grouped)
+
+
+def _choose_grouped(
+    gate_up: ExpertLinearGroup, down: ExpertLinearGroup, per_token: int
+) -> tuple[GroupedMatmul, int] | None:
+    """None if PyTorch's product cannot multiply these experts, is wrong, or is not faster. It takes no biases."""
+    if not gate_up.is_plain or not down.is_plain:
+        return None
+    matmul = make_grouped_matmul([each.codes for each in gate_up.parts], [each.codes for each in down.parts])
+    if matmul is None:
+        return None
+    experts = len(down.parts)
+
+    def run_triton(rows: grouped_trial.TrialRows) -> None:
+        gate_up.multiply_experts(rows.x, rows.order, rows.starts, per_token, experts, of_tokens=True)
+        down.multiply_experts(rows.hidden, rows.order, rows.starts, per_token, experts, of_tokens=False)
+
+    min_rows = grouped_trial.find_min_rows(matmul, run_triton, per_token)
+    return None if min_rows is None else (matmul, min_rows)
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -163,12 +208,15 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], count
 
 
-def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
+def sort_rows_by_expert(
+    chosen: Tensor, experts: int, first: int = 0, *, zero_starts: bool = False
+) -> tuple[Tensor, Tensor]:
     """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns the order, and where
-    experts start.
+    experts start. If `zero_starts`, the starts are 0 where no kernel writes them: `dry_run_for_variants` launches no
+    Triton kernel but does call a library, which must then find no rows.
     """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
+    starts = (torch.zeros if zero_starts else torch.empty)(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
     return order, starts
 

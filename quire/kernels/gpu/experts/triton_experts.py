@@ -134,17 +134,38 @@ def multiply_experts(
     tl.store(where, total.to(out.dtype.element_ty), mask=inside[None, :] & n_inside[:, None])
 
 
+@triton.jit
+def gather_rows(
+    x, out, order, places, starts, size, PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x [tokens, size] to sorted out. `places` becomes the inverse of `order`."""
+    at = tl.program_id(0).to(tl.int64)
+    if at >= tl.load(starts + EXPERTS):
+        return
+    row, i = tl.load(order + at), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.load(x + (row // PER_TOKEN).to(tl.int64) * size + i, mask=i < size, other=0.0)
+    tl.store(out + at * size + i, part, mask=i < size)
+    if tl.program_id(1) == 0:
+        tl.store(places + row, at.to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["first"])
 def combine_expert_outputs(
-    out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    out, given, shares, chosen, places, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    SORTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's expert outputs in order of choice, without other ranks' experts."""
+    """Sum a token's expert outputs in order of choice, without other ranks' experts. If SORTED, the output of row r is
+    given[places[r]].
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):
         row = token * PER_TOKEN + choice
         place = tl.load(chosen + row) - first
         here = (place >= 0) & (place < EXPERTS)
-        part = tl.load(given + row * size + i, mask=(i < size) & here, other=0.0).to(tl.float32)
+        at = row
+        if SORTED:
+            at = tl.load(places + row, mask=here, other=0).to(tl.int64)
+        part = tl.load(given + at * size + i, mask=(i < size) & here, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.load(shares + row), total)
     tl.store(out + token * size + i, total.to(out.dtype.element_ty), mask=i < size)

@@ -113,6 +113,9 @@ class FlashPagedBackend(PagedAttentionBackend):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         return self._ops_for(weight).pack_linear(weight, bias, wide=wide)
 
+    def stacks_experts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.fused_ops.stacks_experts(device, dtype)
+
     def make_moe(self, experts: MoEComponents) -> MoE:
         return self.fused_ops.make_moe(experts)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import Linear, QuantizedEmbedding
+from quire.kernels.gpu.experts import grouped_matmul
 from quire.kernels.gpu.experts.grouped_moe import make_grouped_moe
 from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.mla.triton_per_head_linear import TritonPerHeadLinear
@@ -24,6 +25,9 @@ class TritonLinearBackend(PagedAttentionBackend):
 
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
         return TritonPerHeadLinear(weights, passthrough_dim, fixed=self.deterministic)
+
+    def stacks_experts(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return not self.deterministic and grouped_matmul.is_supported(device, dtype)
 
     def make_moe(self, experts: MoEComponents) -> MoE:
         return make_grouped_moe(self, experts, fixed=self.deterministic) or super().make_moe(experts)
