@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -158,6 +158,8 @@ class FakeGpu:
         self.launched: list[str] = []
         """The launched Triton kernels."""
         self._until_wait = contextlib.ExitStack()
+        # FakeTensorMode uses the real GPU if another test of this process has registered a device (other_device.py).
+        monkeypatch.setattr(fake_tensor, "_is_privateuse1_backend_available", lambda: False)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
