@@ -41,7 +41,13 @@ def test_before(): pass
 
 def test_that_hangs(): threading.Event().wait()
 """
-MARKERS = "-o", "markers=slow\nfew(n)"
+BESIDE = """
+import pytest
+
+@pytest.mark.parametrize("number", [pytest.param(each, marks=pytest.mark.beside("a.py")) for each in range(9)])
+def test_many(number): pass
+"""
+MARKERS = "-o", "markers=slow\nfew(n)\nbeside(name)"
 
 
 def command(folder: Path, *options: str) -> list[str]:
@@ -86,22 +92,33 @@ def test_shards_are_disjoint_and_report_counts_by_file(tmp_path: Path) -> None:
 
 
 def test_shard_table_assigns_files_tests_or_single_cases() -> None:
-    table = {"a.py": 3, "a.py::test_long": 2, "b.py::test_many": 0}
+    table = {"a.py": 3, "a.py::test_long": 2, "a.py::test_long[4]": 1, "b.py::test_many": 0}
     assert shard_of("a.py::test_x[1]", 4, table) == 3
     assert shard_of("a.py::test_long[1]", 4, table) == 2
+    assert shard_of("a.py::test_long[4]", 4, table) == 1
     assert {shard_of(f"b.py::test_many[{case}]", 4, table) for case in range(50)} == {1, 2, 3, 4}
     assert len({shard_of(f"b.py::test_other[{case}]", 4, table) for case in range(50)}) == 1
     assert len({shard_of(f"tests/e2e/test_curl.py::test_{name}", 4, table) for name in range(50)}) == 1
 
 
+@pytest.mark.slow
+def test_marked_cases_are_in_shard_of_another_file(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(BESIDE)
+    of_file = shard_of("a.py", 3, {})
+    assert "27 passed" in run(tmp_path, "--shard", f"{of_file}/3")
+    assert "27 deselected" in run(tmp_path, "--shard", f"{of_file % 3 + 1}/3")
+
+
 def test_shard_table_names_existing_tests() -> None:
-    count = re.search(r"^SHARDS := (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert count, "the last of these are the clients"
-    for name, shard in tomllib.loads(SHARDS.read_text()).items():
-        file, _, test = name.partition("::")
+    numbers = dict(re.findall(r"^(SHARDS|ALL_KERNELS) := (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    table = tomllib.loads(SHARDS.read_text())
+    assert table["tests/kernels/conftest.py"] == int(numbers["ALL_KERNELS"]), "all kernels are built for that shard"
+    for name, shard in table.items():
+        file, _, test = name.partition("[")[0].partition("::")
         assert (ROOT / file).is_file(), name
         assert not test or f"def {test}(" in (ROOT / file).read_text(), name
-        assert 0 <= shard < int(count[1]), name
+        assert 0 <= shard < int(numbers["SHARDS"]), f"{name}: the last of these are the clients"
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
 hypothesis test again with all its examples. With `@pytest.mark.few(n)`, n of a test's cases run in `make test`, spread
 over all and including the first; the others are slow.
 
-`--shard K/N` runs one part of N. A test's name or tests/shards.toml determines its part.
+`--shard K/N` runs one part of N. A test's name or tests/shards.toml determines its part; a case with
+`@pytest.mark.beside(name)` is in the part of that test or file, because the two need the same long preparation.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ import pytest
 
 SHARDS = Path(__file__).with_name("shards.toml")
 SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+LONGEST = {
+    "tests/kernels/test_tiled_machine.py",
+    "tests/kernels/test_triton.py",
+    "tests/simulation/test_simulation.py",
+}
+"""Files that begin first: with one of them at the end, a process would run it while the others have nothing to do."""
 _rest = False
 
 
@@ -108,15 +115,24 @@ def spread(cases: int, few: int) -> list[int]:
 
 def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
     """Shard of a test, from 1 to `count`. All cases of a test go to one shard, by its name, so that a new test moves no
-    other. All tests of a file in tests/e2e go together, because they share a server. The table assigns files and tests
-    that need another shard; with 0 each case goes by its own name, as for a test with many long cases.
+    other. All tests of a file in tests/e2e go together, because they share a server. The table assigns files, tests and
+    cases that need another shard; with 0 each case goes by its own name, as for a test with many long cases.
     """
-    file, test = nodeid.partition("::")[0], nodeid.partition("[")[0]
-    shard = table.get(test, table.get(file))
+    file, test = _file(nodeid), nodeid.partition("[")[0]
+    shard = table.get(nodeid, table.get(test, table.get(file)))
     if shard:
         return shard
     unit = nodeid if shard == 0 else file if file.startswith("tests/e2e/") else test
     return zlib.crc32(unit.encode()) % count + 1
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _name_for_shard(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("beside")
+    return item.nodeid if mark is None else str(mark.args[0])
 
 
 class Deselecting:
@@ -130,7 +146,7 @@ class Deselecting:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen = set(self._chosen(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+        items[:] = sorted(filter(chosen.__contains__, items), key=lambda item: _file(item.nodeid) not in LONGEST)
 
     def _chosen(self, items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
         if self.rest:
@@ -139,12 +155,12 @@ class Deselecting:
             return items
         number, count = map(int, self.shard.split("/"))
         table = tomllib.loads(SHARDS.read_text())
-        return [item for item in items if shard_of(item.nodeid, count, table) == number]
+        return [item for item in items if shard_of(_name_for_shard(item), count, table) == number]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what ran, by file."""
         ended = [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]
-        files = Counter(report.nodeid.partition("::")[0] for report in ended)
+        files = Counter(_file(report.nodeid) for report in ended)
         ran = ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
         terminalreporter.write_line(f"shard {self.shard or '1/1'}: {ran}")
 

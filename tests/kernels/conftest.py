@@ -1,6 +1,6 @@
 """Kernel tests run on every instruction set that was built and that this machine has. Every change runs the plainest
 and the best one; the slow tests run all, and matrix tiles too, emulated by traps if the processor has none
-(trapped.py).
+(trapped.py). Both take minutes to compile, so each runs in one shard of `make test-all`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.tiers import leaves_out_slow
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
-        isas = [each for each in _isas() if not (leaves_out_slow(metafunc.config) and pytest.mark.slow in each.marks)]
+        isas = [each for each in _isas() if not (leaves_out_slow(metafunc.config) and each.marks)]
         metafunc.parametrize("cpu", isas, indirect=True)
 
 
@@ -28,7 +28,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _isas() -> tuple[Any, ...]:
     """Parameters of the fixture `cpu`."""
     isas = native_library.loadable_isas()
-    slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
+    slow = dict.fromkeys(isas[1:-1], (pytest.mark.slow, pytest.mark.beside("tests/kernels/conftest.py")))
+    slow[TILES] = (pytest.mark.slow, pytest.mark.beside("tests/kernels/test_tiles.py"))
     isas += [TILES] if trapped.can_trap() else []
     missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library_or_reason())))
     return tuple(pytest.param(isa, marks=slow.get(isa, ())) for isa in isas) or (missing,)

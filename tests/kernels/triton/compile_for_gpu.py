@@ -1,11 +1,10 @@
-"""Compiles every Triton kernel for a GPU, an H100 (sm_90) unless said, on a machine without one, and prints what ptxas
-made of each.
+"""Compiles Triton kernels for a GPU on a machine without one, and prints what ptxas made of each.
 
 The kernels are launched through the functions that serve them, with a driver that names the target and runs nothing: so
 arguments, specializations and options are those of a real launch. One JSON object per compiled kernel:
-    python -m tests.kernels.triton.compile_for_gpu FOLDER [CAPABILITY [FUNCTION ...]]
-The folder takes temporary files; the capability is a number such as 120; the functions are some of those below that
-need no arguments: then all else is left out.
+    python -m tests.kernels.triton.compile_for_gpu FOLDER CAPABILITY NAME ...
+The folder takes temporary files; the capability is a number such as 120; a name is one of PARTS below, after which the
+number of kernels that its later steps compiled anew is printed too, or a function here that needs no arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -55,7 +55,7 @@ from tests.kernels.triton.compile_layers import latent, latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
+CAPABILITY = int(sys.argv[2])
 
 PLAIN, CAPPED = AttentionParams(0.1), AttentionParams(0.1, window=500, softcap=30.0)
 
@@ -225,7 +225,7 @@ def elementwise() -> None:
         triton_fused.rope_and_store_kv(qkv, rope, *codes, metadata)
 
 
-def sampling(rows: int) -> None:
+def sampling(rows: int = 3) -> None:
     logits, tokens = torch.empty((rows, 128_256)), torch.zeros((rows, 100), dtype=torch.int32)
     real, whole = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
     for filtered in (False, True):
@@ -236,7 +236,7 @@ def sampling(rows: int) -> None:
     triton_logits.ban_bad_words(logits, tokens, whole, whole, whole, whole.int(), whole.int())
 
 
-def linear(rows: int) -> None:
+def linear(rows: int = 3) -> None:
     for outs, wide in ((4096, False), (32_064, True)):
         weight = torch.empty((outs, 1024), dtype=torch.bfloat16)
         triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16), NO_ADAPTERS)
@@ -270,8 +270,9 @@ def weights_of_few_bits() -> list[weight_packing.PackedWeight]:
     return [interleave_output_rows(each) for each in made if each is not None]
 
 
-def few_bits(rows: int, parts: list[weight_packing.PackedWeight]) -> None:
+def few_bits(rows: int) -> None:
     """By Triton, and what it does beside PyTorch's products."""
+    parts = weights_of_few_bits()
     x = torch.empty((rows, parts[0].in_features), dtype=torch.bfloat16)
     for fixed in (False, True):
         for part in parts:
@@ -309,11 +310,12 @@ def rounded(rows: int = 3) -> None:
 def products() -> None:
     """Of weights of few bits, for few, some and many rows."""
     for rows in (3, 40, 600):
-        few_bits(rows, weights_of_few_bits())
+        few_bits(rows)
 
 
-def few_bits_elsewhere(parts: list[weight_packing.PackedWeight]) -> None:
+def few_bits_elsewhere() -> None:
     """Other types, and rows of a table."""
+    parts = weights_of_few_bits()
     for part in parts[:2]:
         for dtype in (torch.float32, torch.float16):
             linear = quantized_linear.TritonQuantizedLinear([part], torch.empty(4096), wide=True, fixed=False)
@@ -322,7 +324,7 @@ def few_bits_elsewhere(parts: list[weight_packing.PackedWeight]) -> None:
         quantized_linear.look_up_rows(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
 
 
-def adapters(rows: int) -> None:
+def adapters(rows: int = 3) -> None:
     """Llama's qkv and down projections, and a head."""
     shapes = ((4096, (4096, 1024, 1024), False), (14_336, (4096,), False), (4096, (128_256,), True))
     for dtype, (inner, parts, wide), ranks in product((torch.bfloat16, torch.float32), shapes, (16, 256)):
@@ -333,7 +335,7 @@ def adapters(rows: int) -> None:
         linear(torch.empty((rows, inner), dtype=dtype), LinearContext(slot, slot))
 
 
-def convolutions(rows: int) -> None:
+def convolutions(rows: int = 3) -> None:
     """LFM2-1.2B's, of a token of each of so many sequences."""
     positions = torch.zeros(rows, dtype=torch.int64)
     step = AttentionMetadata(
@@ -412,6 +414,25 @@ def sinks() -> None:
         attention([600], 300, 64, sinking, fixed=fixed)
 
 
+def attentions_of_later_steps(rows: int) -> None:
+    attention([1 + 500 * rows] * rows, 1, 128)
+    attention([160 * rows] * rows, 80, 128)
+
+
+PARTS: dict[str, tuple[Sequence[Callable[[], None]], Sequence[Callable[[int], None]]]] = {
+    "attention": ((attentions, divided, sinks), (attentions_of_later_steps,)),
+    "experts": ((mixtures,), (mixture,)),
+    "latents": ((latents,), (latents,)),
+    "products": ((products, few_bits_elsewhere), (few_bits,)),
+    "recurrences": ((convolutions, recurrences), (convolutions, recurrences)),
+    "rows": (
+        (elementwise, one_shot_sums, rounded, sampling, linear, adapters),
+        (one_shot_sums, rounded, sampling, linear, adapters),
+    ),
+}
+"""First launches, and later ones of so many rows. What changes from step to step must compile nothing anew."""
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     triton_launch_sizes.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
@@ -419,43 +440,18 @@ def main() -> None:
     triton_launch_sizes.shared_memory_bytes = lambda device: shared * 1024  # type: ignore[assignment]
     triton_launch_sizes.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
-    if chosen := sys.argv[3:]:
-        for name in chosen:
+    for name in sys.argv[3:]:
+        if name not in PARTS:
             globals()[name]()
-        return
-    attentions()
-    divided()
-    sinks()
-    elementwise()
-    one_shot_sums()
-    rounded()
-    mixtures()
-    convolutions(3)
-    recurrences()
-    latents()
-    sampling(3)
-    linear(3)
-    products()
-    parts = weights_of_few_bits()
-    few_bits_elsewhere(parts)
-    adapters(3)
-    before = len(compiled)
-    # What changes from step to step compiles nothing anew.
-    for seqs in (1, 2, 16, 17):
-        attention([1 + 500 * seqs] * seqs, 1, 128)
-        attention([160 * seqs] * seqs, 80, 128)
-    for rows in (1, 16, 33):
-        convolutions(rows)
-        recurrences(rows)
-        latents(rows)
-        sampling(rows)
-        linear(rows)
-        few_bits(rows, parts)
-        rounded(rows)
-        one_shot_sums(rows)
-        adapters(rows)
-        mixture(rows)
-    print(json.dumps({"compiled_anew": len(compiled) - before}))
+            continue
+        first, later = PARTS[name]
+        for launch_first in first:
+            launch_first()
+        before = len(compiled)
+        for rows in (1, 2, 16, 33):
+            for launch_later in later:
+                launch_later(rows)
+        print(json.dumps({"compiled_anew": len(compiled) - before}))
 
 
 if __name__ == "__main__":
