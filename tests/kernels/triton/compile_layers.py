@@ -76,7 +76,8 @@ def latents(rows: int = 3) -> None:
     for held in QUANTIZED_KV_DTYPES:
         for contexts, queries in (([2000], 1), ([600] * 2, 300)):
             latent(16, contexts, queries, torch.bfloat16, held=held)
-    latent(16, [600] * 140, 1, torch.bfloat16)  # so many that they are not split
+    for heads in (16, 128):
+        latent(heads, [600] * 140, 1, torch.bfloat16)  # so many that they are not split
     latent(16, [2000], 1, torch.float32)
     latent(16, [2000], 1, torch.bfloat16, page=256)
     expanded()
