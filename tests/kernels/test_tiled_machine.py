@@ -140,12 +140,8 @@ SUITES = {
         "bits_of_ranks and llama-2-bfloat16",
     ],
     "guesses and replay": ["tests/engine/test_lossless.py"],
-    "images": [
-        "tests/engine/images/test_towers.py",
-        "tests/engine/images/test_families.py",
-        "-k",
-        "do_not_depend_on_batch",
-    ],
+    "towers": ["tests/engine/images/test_towers.py", "-k", "do_not_depend_on_batch"],
+    "image families": ["tests/engine/images/test_families.py", "-k", "do_not_depend_on_batch"],
 }
 
 
