@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +62,12 @@ def load_guard(folder: Path) -> None:
     options = ["-std=c++20", "-shared", "-fPIC", f"-I{at / 'include'}", f"-L{at / 'lib'}"]
     subprocess.run([compiler, *options, str(source), "-lc10", "-o", str(built)], check=True)
     torch.ops.load_library(str(built))
+
+
+class FakeTensors(FakeTensorMode):
+    """Asks for no real GPU even if another test of this process has registered a device (other_device.py)."""
+
+    avoid_device_init = True
 
 
 class Waiting(TorchDispatchMode):
@@ -154,12 +160,10 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         load_guard(folder)
-        self.tensors, self.waiting = FakeTensorMode(), Waiting()
+        self.tensors, self.waiting = FakeTensors(), Waiting()
         self.launched: list[str] = []
         """The launched Triton kernels."""
         self._until_wait = contextlib.ExitStack()
-        # FakeTensorMode uses the real GPU if another test of this process has registered a device (other_device.py).
-        monkeypatch.setattr(fake_tensor, "_is_privateuse1_backend_available", lambda: False)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -3,6 +3,8 @@ convolutions."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -76,8 +78,8 @@ def latents(rows: int = 3) -> None:
     for held in QUANTIZED_KV_DTYPES:
         for contexts, queries in (([2000], 1), ([600] * 2, 300)):
             latent(16, contexts, queries, torch.bfloat16, held=held)
-    for heads in (16, 128):
-        latent(heads, [600] * 140, 1, torch.bfloat16)  # so many that they are not split
+    for heads, fixed in product((16, 128), (False, True)):
+        latent(heads, [600] * 140, 1, torch.bfloat16, fixed=fixed)  # so many that they are not split
     latent(16, [2000], 1, torch.float32)
     latent(16, [2000], 1, torch.bfloat16, page=256)
     expanded()
