@@ -339,9 +339,17 @@ class Backend(Operations):
     keeps_weights_quantized: bool
     """If False, quantized weights are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
+    passed_chunk_trial = False
+    """Whether recurrences may be computed in chunks on this GPU. Hopper needs no trial."""
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
         """Create a backend for ranks that each hold an equal part of every block. Returns None if unsupported."""
+        return None
+
+    def chunked_recurrence_backend(self) -> Backend | None:
+        """The backend, this or one within, that computes recurrences in chunks; None if none does, as with
+        --deterministic.
+        """
         return None
 
     @abstractmethod

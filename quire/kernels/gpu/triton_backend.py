@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend import AttentionMetadata, CachePair
+from quire.kernels.backend import AttentionMetadata, Backend, CachePair
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.linears.linear_backend import TritonLinearBackend
 from quire.kernels.gpu.mla import absorbed_attention as latents
@@ -116,6 +116,9 @@ class TritonBackend(TritonLinearBackend):
     ) -> Tensor:
         return rope_and_store_latent_kv(q, kv, latent, cache, metadata)
 
+    def chunked_recurrence_backend(self) -> Backend | None:
+        return None if self.deterministic else self
+
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)
 
@@ -129,5 +132,12 @@ class TritonBackend(TritonLinearBackend):
         metadata: AttentionMetadata,
     ) -> Tensor:
         return triton_recurrence.run_recurrence(
-            inputs, z, head_inputs, rule, states, metadata, fixed=self.deterministic
+            inputs,
+            z,
+            head_inputs,
+            rule,
+            states,
+            metadata,
+            fixed=self.deterministic,
+            passed_chunk_trial=self.passed_chunk_trial,
         )

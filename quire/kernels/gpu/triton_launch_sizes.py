@@ -68,19 +68,23 @@ def is_hopper(device: int | None) -> bool:
     """Return True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory
     per program). The target is this device, or that of `set_compile_target`.
     """
-    return _has_capability(device, 90)
+    return cuda_capability(device) == 90
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
     """Return True for compute capability 12.0, where the same tiles need more registers."""
-    return _has_capability(device, 120)
+    return cuda_capability(device) == 120
 
 
-def _has_capability(device: int | None, capability: int) -> bool:
+def cuda_capability(device: int | None) -> int | None:
+    """Return 90 for compute capability 9.0, and so on, of the target that `is_hopper` describes. Return None for AMD's
+    GPUs, under the interpreter and without a driver.
+    """
     try:
-        return not knobs.runtime.interpret and _compile_target(device) == ("cuda", capability)
+        backend, architecture = ("", 0) if knobs.runtime.interpret else _compile_target(device)
     except RuntimeError:  # without a driver nothing is launched
-        return False
+        return None
+    return int(architecture) if backend == "cuda" else None
 
 
 @cache

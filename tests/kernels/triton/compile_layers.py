@@ -27,10 +27,11 @@ QWEN = DeltaRule(torch.ones(32), torch.ones(32), torch.ones(128), 1e-6, 16, 128)
 KIMI = DeltaRule(torch.ones(32), torch.ones(32 * 128), torch.ones(128), 1e-5, 32, 128, has_sigmoid_gate=True)
 GRANITE = StateSpace(*torch.ones((3, 48)), torch.ones(48 * 64), 1e-6, 1, 128, 64)
 NEMOTRON = StateSpace(*torch.ones((3, 64)), torch.ones(64 * 64), 1e-6, 8, 128, 64, norm_before_gate=True)
+SMALL = DeltaRule(torch.ones(32), torch.ones(32), torch.ones(64), 1e-6, 16, 64)
 FALCON_H1 = StateSpace(*torch.ones((3, 24)), None, 1e-6, 1, 256, 64)
 JAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), *torch.ones((2, 16)), 1e-6)
 FALCON_MAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), None, None, 1e-6)
-RULES = {QWEN: 128, KIMI: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_MAMBA: 64}
+RULES = {QWEN: 128, SMALL: 64, KIMI: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_MAMBA: 64}
 """And the numbers of a head's value."""
 
 
@@ -55,9 +56,8 @@ def recurrences(rows: int = 3) -> None:
             )
             for guesses in (False, True):
                 for longest in (1, 100):
-                    run_recurrence(
-                        given, z, beside, rule, states, step(rows, guesses=guesses, longest=longest), fixed=False
-                    )
+                    now = step(rows, guesses=guesses, longest=longest)
+                    run_recurrence(given, z, beside, rule, states, now, fixed=False, passed_chunk_trial=True)
     wide(rows)
 
 

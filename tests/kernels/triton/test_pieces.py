@@ -4,6 +4,7 @@ states of stepwise computation, batched with short sequences. Drafts and determi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.gpu.recurrent import chunked_recurrence, triton_recurrence
 from quire.kernels.gpu.recurrent.chunked_recurrence import MIN_CHUNKED_TOKENS
 from quire.kernels.gpu.recurrent.triton_chunks import RECURRENCE_CHUNK
 from quire.kernels.gpu.triton_backend import TritonBackend
@@ -20,7 +22,7 @@ from quire.kernels.reference import ReferenceBackend
 from tests.kernels import test_state_space
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import Kept, Row, Shape, given, on, parts
-from tests.kernels.triton.test_recurrent import KINDS, TOLERANCE, space
+from tests.kernels.triton.test_recurrent import KINDS, TOLERANCE, Made, space
 from tests.tiers import slow
 
 NEAR = 3e-4
@@ -30,14 +32,47 @@ are up to 1.1e-4 of the largest result away from float64's.
 PIECED = ["delta", "space", *slow("delta of Qwen3.5", "space of Granite, without a norm", "space, normed first")]
 
 
+@pytest.fixture
+def sizes_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU other than Hopper after its trial, whichever this is."""
+    monkeypatch.setattr(chunked_recurrence, "uses_hopper_sizes", lambda device: False)
+    monkeypatch.setattr(chunked_recurrence, "needs_chunk_trial", lambda device: True)
+    monkeypatch.setattr(TritonBackend, "passed_chunk_trial", True)
+
+
+@pytest.fixture(params=["hopper", "others"])
+def each_gpus_sizes(request: pytest.FixtureRequest) -> None:
+    if request.param == "others":
+        request.getfixturevalue("sizes_of_other_gpus")
+
+
 def states_are_close(got: Tensor, wanted: Tensor) -> bool:
     return bool((got.cpu() - wanted.cpu()).abs().max() < NEAR * wanted.abs().max())
 
 
 @pytest.mark.parametrize("kind", PIECED)
+@pytest.mark.usefixtures("each_gpus_sizes")
 def test_chunked_recurrence_of_mixed_lengths_matches_reference(device: torch.device, kind: str) -> None:
+    assert_mixed_lengths_match_reference(device, *KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sizes_of_other_gpus")
+def test_chunked_recurrence_of_large_keys_matches_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Falcon H1's, which other GPUs than Hopper compute in chunks."""
+    launched, advance = list[int](), triton_recurrence.advance_chunked
+    monkeypatch.setattr(triton_recurrence, "advance_chunked", lambda *args: launched.append(1) or advance(*args))
+    assert_mixed_lengths_match_reference(device, space(1, 1, 256, 32, norm=False), test_state_space.expected)
+    assert launched
+
+
+def assert_mixed_lengths_match_reference(
+    device: torch.device, made: Made, expected: Callable[[Shape, Tensor], Tensor]
+) -> None:
     """Whole prompts and chunks, with empty sequences among them, as mixed-batch graphs have."""
-    generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
+    generator = torch.Generator().manual_seed(4)
     shape, cuts = (
         made(generator),
         [
@@ -61,6 +96,7 @@ def test_chunked_recurrence_of_mixed_lengths_matches_reference(device: torch.dev
     assert states_are_close(*states)
 
 
+@pytest.mark.usefixtures("each_gpus_sizes")
 @pytest.mark.parametrize("decays", [False, True])
 def test_chunked_delta_rule_is_stable_for_repeated_keys(device: torch.device, decays: bool) -> None:
     """A repeated token whose beta is nearly 1: powers of the triangular matrix would grow."""
@@ -79,6 +115,26 @@ def test_chunked_delta_rule_is_stable_for_repeated_keys(device: torch.device, de
         kept.step([Row(numbers, 0, 0, len(numbers), 2)])
         states.append(kept.states.matrices[2])
     assert states_are_close(*states)
+
+
+def test_other_gpus_compute_token_by_token_until_trial_passes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_recurrence, "uses_hopper_sizes", lambda device: False)
+    monkeypatch.setattr(chunked_recurrence, "needs_chunk_trial", lambda device: True)
+    generator = torch.Generator().manual_seed(4)
+    shape = KINDS["space"][0](generator)
+    numbers = given(shape, RECURRENCE_CHUNK, generator, torch.bfloat16)
+    outputs = []
+    for fixed, passed in ((True, True), (False, False), (False, True)):
+        backend = TritonBackend(deterministic=fixed)
+        backend.passed_chunk_trial = passed
+        kept = Kept(backend, on(shape, device), torch.bfloat16, device=device)
+        kept.step([Row(numbers, 0, 0, len(numbers), 0)])
+        outputs.append(kept.states.matrices[0])
+    stepwise, untried, tried = outputs
+    assert torch.equal(untried, stepwise)
+    assert not torch.equal(tried, stepwise)
 
 
 def test_sequences_with_drafts_use_stepwise_recurrence(device: torch.device) -> None:

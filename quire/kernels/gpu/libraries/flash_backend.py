@@ -63,6 +63,9 @@ class FlashPagedBackend(PagedAttentionBackend):
     def make_context_parallel_backend(self, ranks: int) -> None:
         return None
 
+    def chunked_recurrence_backend(self) -> Backend | None:
+        return self.fused_ops.chunked_recurrence_backend()
+
     def _ops_for(self, x: Tensor) -> Backend:
         return self.fused_ops if x.is_cuda else self.reference
 

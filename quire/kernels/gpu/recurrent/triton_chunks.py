@@ -73,34 +73,66 @@ def _store_bfloat16_pair(to, x):
     tl.store(to + _SIZE * _SIZE + where, low)
 
 
+@triton.jit
+def _multiply_by_key_blocks(
+    of_row, inside, K_OFFSET: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, KEY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """q k^T and k k^T [64, 64], and the squared lengths of q and k, in fewer registers than whole keys take. of_row:
+    pointers to the first element of each token's q.
+    """
+    q_products, k_products = tl.zeros((_SIZE, _SIZE), tl.float32), tl.zeros((_SIZE, _SIZE), tl.float32)
+    q_squares, k_squares = tl.zeros((_SIZE,), tl.float32), tl.zeros((_SIZE,), tl.float32)
+    for begin in tl.range(0, KEY_PAD, KEY_BLOCK, num_stages=2):
+        k_at = begin + tl.arange(0, KEY_BLOCK)
+        mask = inside[:, None] & (k_at < KEY)[None, :]
+        of_q = of_row[:, None] + k_at[None, :]
+        q, k = tl.load(of_q, mask=mask, other=0.0), tl.load(of_q + K_OFFSET, mask=mask, other=0.0)
+        q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
+        q_squares += tl.sum(q_wide * q_wide, 1)
+        k_squares += tl.sum(k_wide * k_wide, 1)
+        q_products = tl.dot(q, tl.trans(k), q_products)
+        k_products = tl.dot(k, tl.trans(k), k_products)
+    return q_products, k_products, q_squares, k_squares
+
+
 @triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
 def prepare_delta_chunks(
     systems, tiles, factors, given, beside, rate, shift,
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the terms without S. systems [chunks, HEADS, 64, 64] get A below the diagonal, beta on it. The last two
     tiles of [chunks, HEADS, 4, 64, 64] bfloat16 get coefficients of d in readouts. factors [chunks, HEADS, 4, 64] get
-    those of q S, of k S, of d in the next matrix, and of the matrix.
+    those of q S, of k S, of d in the next matrix, and of the matrix. KEY_BLOCK:
+    elements of keys that are loaded at a time.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     if count > 0:
         inside, token = at < count, (start + at).to(tl.int64)
-        mask = inside[:, None] & (k_at < KEY)[None, :]
-        of_q = given + token[:, None] * (2 * KEY_HEADS * KEY + HEADS * VALUE) + k_at[None, :]
-        of_q += (head // (HEADS // KEY_HEADS)) * KEY
-        q, k = tl.load(of_q, mask=mask, other=0.0), tl.load(of_q + KEY_HEADS * KEY, mask=mask, other=0.0)
+        WHOLE_KEYS: tl.constexpr = KEY_BLOCK == KEY_PAD
+        if WHOLE_KEYS:
+            mask = inside[:, None] & (k_at < KEY)[None, :]
+            of_q = given + token[:, None] * (2 * KEY_HEADS * KEY + HEADS * VALUE) + k_at[None, :]
+            of_q += (head // (HEADS // KEY_HEADS)) * KEY
+            q, k = tl.load(of_q, mask=mask, other=0.0), tl.load(of_q + KEY_HEADS * KEY, mask=mask, other=0.0)
+        else:
+            of_row = given + token * (2 * KEY_HEADS * KEY + HEADS * VALUE) + (head // (HEADS // KEY_HEADS)) * KEY
+            q_products, k_products, q_squares, k_squares = _multiply_by_key_blocks(
+                of_row, inside, KEY_HEADS * KEY, KEY, KEY_PAD, KEY_BLOCK
+            )
         b = tl.load(beside + token * (2 * HEADS) + head, mask=inside, other=0.0).to(tl.float32)
         a = tl.load(beside + token * (2 * HEADS) + HEADS + head, mask=inside, other=0.0).to(tl.float32)
         beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         decays = tl.where(inside, tl.load(rate + head) * softplus(a + tl.load(shift + head)), 0.0)
         sums = tl.cumsum(decays, 0)
         total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # a separate sum would round differently
-        q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
-        of_q = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + 1e-6) * KEY**-0.5
-        of_k = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
+        if WHOLE_KEYS:
+            q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
+        of_q = tl.rsqrt((tl.sum(q_wide * q_wide, 1) if WHOLE_KEYS else q_squares) + 1e-6) * KEY**-0.5
+        of_k = tl.rsqrt((tl.sum(k_wide * k_wide, 1) if WHOLE_KEYS else k_squares) + 1e-6)
         past = at[:, None] > at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * of_k[None, :]
         to = factors + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE) + at
@@ -109,9 +141,9 @@ def prepare_delta_chunks(
         tl.store(to + 2 * _SIZE, tl.exp(total - sums) * of_k)
         tl.store(to + 3 * _SIZE, tl.exp(total + tl.zeros_like(sums)))
         to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
-        reads = tl.dot(q, tl.trans(k)) * between * of_q[:, None]
+        reads = (tl.dot(q, tl.trans(k)) if WHOLE_KEYS else q_products) * between * of_q[:, None]
         _store_bfloat16_pair(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
-        keys = tl.dot(k, tl.trans(k)) * between * (beta * of_k)[:, None]
+        keys = (tl.dot(k, tl.trans(k)) if WHOLE_KEYS else k_products) * between * (beta * of_k)[:, None]
         to = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE) + at[:, None] * _SIZE + at[None, :]
         tl.store(to, tl.where(past, keys, beta[None, :]), mask=at[:, None] >= at[None, :])
 

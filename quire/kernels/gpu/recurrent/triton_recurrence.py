@@ -43,8 +43,11 @@ def run_recurrence(
     metadata: AttentionMetadata,
     *,
     fixed: bool,
+    passed_chunk_trial: bool = False,
 ) -> Tensor:
-    """If `fixed`, bits do not depend on how sequences are divided into steps."""
+    """If `fixed`, bits do not depend on how sequences are divided into steps. `passed_chunk_trial`: chunks passed their
+    trial on this GPU; Hopper needs no trial.
+    """
     assert isinstance(rule, SupportedRule), f"no kernel for {type(rule).__name__}"
     inputs = inputs.contiguous()
     z = z.contiguous()
@@ -62,7 +65,11 @@ def run_recurrence(
     )
     sequence_tensors = (sequences.query_start, sequences.context_lens, *bounds, metadata.state_slots)
     kernel_flags = (int(guesses is not None), 0)
-    if not fixed and not isinstance(rule, SelectiveScan) and can_run_chunked(rule, inputs, metadata.max_query_len):
+    if (
+        not fixed
+        and not isinstance(rule, SelectiveScan)
+        and can_run_chunked(rule, inputs, metadata.max_query_len, passed_trial=passed_chunk_trial)
+    ):
         kernel_flags = (kernel_flags[0], MIN_CHUNKED_TOKENS)
         decodes = len(metadata.decode_prefill_parts[0].context_lens) if metadata.decode_prefill_parts else 0
         advance_chunked(read, (inputs, head_inputs), rule, states, sequence_tensors, kernel_flags, decodes)
