@@ -29,6 +29,7 @@ from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_settings
 from quire.engine.worker.trials.backend_trials import choose_trials, find_eager_prefill_reason, make_child_trials
 from quire.engine.worker.trials.child_trials import ChildTrials
+from quire.engine.worker.trials.chunk_trial import enable_chunks_after_trial
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
@@ -276,6 +277,8 @@ class DevicePlan:
     """Why CUDA graphs are captured only of decodes, not of prefills. None if prefills are captured too, and on
     followers.
     """
+    stepwise_recurrence_reason: str | None = None
+    """Why long prompts of recurrent layers are computed token by token, if a trial decided that; otherwise None."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
@@ -303,7 +306,7 @@ def choose_device_plan(
     spec = apply_expert_parallel(config, decoder_spec(replace(model_config, max_model_len=config.max_model_len)))
     check_device_supports_attention(device, model_config, spec)
     check_kv_dtype_supports_attention(kv_dtype, spec)
-    child_trials = None if backend_tried else make_child_trials(config, device, nvidia_driver_version, progress)
+    child_trials = make_child_trials(config, device, nvidia_driver_version, progress)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, child_trials, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
     # Deterministic towers on GPUs encode images one by one, so their kernels may depend on the batch.
@@ -313,8 +316,19 @@ def choose_device_plan(
         if backend_tried
         else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend, child_trials)
     )
+    # Each rank tries its own GPU, or reads the verdict that the first rank saved.
+    stepwise_recurrence_reason = enable_chunks_after_trial(text_backend, device, dtype, spec, child_trials)
     return DevicePlan(
-        spec, device, dtype, kv_dtype, types.change_note, text_backend, why, vision_backend, eager_prefill_reason
+        spec,
+        device,
+        dtype,
+        kv_dtype,
+        types.change_note,
+        text_backend,
+        why,
+        vision_backend,
+        eager_prefill_reason,
+        stepwise_recurrence_reason,
     )
 
 

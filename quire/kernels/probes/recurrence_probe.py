@@ -35,20 +35,20 @@ class RecurrenceProbe(BackendProbe):
     def find_mismatch(self, backend: Backend) -> str | None:
         numbers, cpu = self._random_inputs(), torch.device("cpu")
         mine = _ProbeLayer(backend, self.rule, self.value_dim, self.device, self.dtype)
-        judge = _ProbeLayer(ReferenceBackend(), _move_tensors(self.rule, cpu), self.value_dim, cpu, self.dtype)
+        judge = _ProbeLayer(ReferenceBackend(), move_tensors(self.rule, cpu), self.value_dim, cpu, self.dtype)
         first, second = _TOKEN_COUNTS
         steps = (
-            ("a prompt", _step_metadata([0, 0], _TOKEN_COUNTS, [0, 0], _TOKEN_COUNTS)),
-            ("guesses", _step_metadata([first, second], (first + 3, 3), [first, second], (first + 1, 3))),
+            ("a prompt", make_step_metadata([0, 0], _TOKEN_COUNTS, [0, 0], _TOKEN_COUNTS)),
+            ("guesses", make_step_metadata([first, second], (first + 3, 3), [first, second], (first + 1, 3))),
             (
                 "a step after draft tokens",
-                _step_metadata([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4)),
+                make_step_metadata([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4)),
             ),
         )
         for what, metadata in steps:
             if not is_close(mine.run_probe_step(numbers, metadata), judge.run_probe_step(numbers, metadata)):
                 return f"differs from the reference for {what} of a {type(self.rule).__name__}"
-        last = _step_metadata([first + 3, 4], (first + 4, 5), None, None)
+        last = make_step_metadata([first + 3, 4], (first + 4, 5), None, None)
         decode = mine.make_step_function(numbers, last)
         if self.capture is None:
             return None
@@ -68,7 +68,7 @@ class RecurrenceProbe(BackendProbe):
         return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
 
 
-def _step_metadata(
+def make_step_metadata(
     firsts: list[int], ends: tuple[int, ...], seen: list[int] | None, known: tuple[int, ...] | None
 ) -> AttentionMetadata:
     counts = [end - first for first, end in zip(firsts, ends, strict=True)]
@@ -102,7 +102,7 @@ class _ProbeLayer:
 
     def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         """Return a function that runs one step. The function reads nothing on the host."""
-        there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
+        there, counts = move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
         rows = [
             numbers[at, first : first + count] for at, (first, count) in enumerate(zip(firsts, counts, strict=True))
@@ -125,10 +125,10 @@ class _ProbeLayer:
         return run_prepared
 
 
-def _move_tensors(instance: Any, device: torch.device) -> Any:
+def move_tensors(instance: Any, device: torch.device) -> Any:
     values = {each.name: getattr(instance, each.name) for each in fields(instance)}
     moved_tensors = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
     moved_drafts = {
-        name: _move_tensors(each, device) for name, each in values.items() if isinstance(each, StateAndVerifiedCounts)
+        name: move_tensors(each, device) for name, each in values.items() if isinstance(each, StateAndVerifiedCounts)
     }
     return replace(instance, **moved_tensors, **moved_drafts)

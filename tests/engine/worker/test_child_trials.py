@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig
 from quire.engine.models import decoder_spec
@@ -22,11 +23,13 @@ from quire.engine.worker.kernel_compilation.kernel_cache import compile_lock
 from quire.engine.worker.trials import backend_trials, trial_verdicts
 from quire.engine.worker.trials.backend_trials import choose_trials, make_child_trials, try_attention
 from quire.engine.worker.trials.child_trials import ChildTrials
+from quire.engine.worker.trials.chunk_trial import enable_chunks_after_trial
 from quire.engine.worker.trials.trial_request import ProbeSettings
 from quire.engine.worker.trials.trial_verdicts import describe_machine
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.chunked_recurrence_probe import ChunkedRecurrenceProbe
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
@@ -228,6 +231,87 @@ def test_probe_equals_itself_after_encoding_for_a_child() -> None:
     sent = msgspec.json.decode(msgspec.json.encode(ProbeSettings.from_probe(probe)), type=ProbeSettings)
     assert sent.uses_graph
     assert sent.make_probe(probe.capture) == probe
+
+
+def test_chunk_probe_equals_itself_after_encoding_for_a_child() -> None:
+    probe = ChunkedRecurrenceProbe(CPU, torch.bfloat16, True, 32, 16, 128, 128)
+    sent = msgspec.json.decode(msgspec.json.encode(ProbeSettings.from_probe(probe)), type=ProbeSettings)
+    assert sent.make_probe(None) == probe
+
+
+def recurrent_spec(tmp_path: Path, family: str) -> DecoderSpec:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
+    return decoder_spec(read_model_config(tmp_path))
+
+
+@pytest.fixture
+def untested_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = pytest.importorskip("quire.kernels.gpu.recurrent.chunked_recurrence")
+    monkeypatch.setattr(chunked, "needs_chunk_trial", lambda device: True)
+
+
+@pytest.mark.usefixtures("untested_gpu")
+@pytest.mark.parametrize("body", [PASSES, FAILS, "os.abort()", "sys.exit()"], ids=["passes", "fails", "abort", "exit"])
+def test_chunks_are_enabled_only_if_their_trial_passes(
+    flash: Flash2Backend, runs: Path, tmp_path: Path, body: str
+) -> None:
+    spec = recurrent_spec(tmp_path, "qwen3_5")
+    reasons = [
+        enable_chunks_after_trial(flash, torch.device("cuda"), torch.bfloat16, spec, make_trials(runs, body))
+        for _ in range(2)
+    ]
+    assert count(runs) == 1, "the second start reads the verdict"
+    assert flash.fused_ops.passed_chunk_trial == (body == PASSES)
+    assert reasons[0] == reasons[1]
+    if body == PASSES:
+        assert reasons[0] is None
+    else:
+        assert str(reasons[0]).endswith(f" (to try again, delete {only_verdict(runs)})")
+
+
+@pytest.mark.usefixtures("untested_gpu")
+def test_chunks_are_never_tried_in_the_engine_process(flash: Flash2Backend, runs: Path, tmp_path: Path) -> None:
+    trials = ChildTrials(runs, lambda: MACHINE, lambda: None, worker=("-c", "raise SystemExit('device is busy')"))
+    spec = recurrent_spec(tmp_path, "qwen3_5")
+    reason = enable_chunks_after_trial(flash, torch.device("cuda"), torch.bfloat16, spec, trials)
+    assert reason == "no child process can use the GPU to try them"
+    assert not flash.fused_ops.passed_chunk_trial
+
+
+@pytest.mark.usefixtures("untested_gpu")
+@pytest.mark.parametrize(
+    ("family", "deterministic", "dtype"),
+    [
+        ("qwen3_5", True, torch.bfloat16),
+        ("qwen3_5", False, torch.float16),
+        ("kimi_linear", False, torch.bfloat16),
+        ("jamba", False, torch.bfloat16),
+        ("llama", False, torch.bfloat16),
+    ],
+)
+def test_models_and_modes_without_chunks_have_no_trial(
+    flash: Flash2Backend, runs: Path, tmp_path: Path, family: str, deterministic: bool, dtype: torch.dtype
+) -> None:
+    backend = Flash2Backend(deterministic=deterministic)
+    spec = recurrent_spec(tmp_path, family)
+    assert enable_chunks_after_trial(backend, torch.device("cuda"), dtype, spec, make_trials(runs, PASSES)) is None
+    assert count(runs) == 0
+    assert not backend.fused_ops.passed_chunk_trial
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_tried"),
+    [(75, False), (80, True), (86, True), (89, True), (90, False), (100, True), (120, True), (None, False)],
+)
+def test_chunks_are_tried_from_ampere_on_except_on_hopper(
+    capability: int | None, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from quire.kernels.gpu import triton_launch_sizes
+    from quire.kernels.gpu.recurrent.chunked_recurrence import needs_chunk_trial
+
+    monkeypatch.setattr(triton_launch_sizes, "cuda_capability", lambda device: capability)
+    assert needs_chunk_trial(0) == is_tried
 
 
 def test_replicas_that_start_together_run_one_trial(

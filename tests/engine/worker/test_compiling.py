@@ -181,6 +181,31 @@ def test_steps_with_grouped_experts_launch_only_precompiled_kernel_variants(
     assert rows == {True}
 
 
+@pytest.mark.parametrize(("capability", "family"), [(80, "qwen3_5"), (120, "qwen3_5"), (80, "falcon_h1")])
+def test_steps_on_other_gpus_launch_only_precompiled_kernel_variants(
+    h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, family: str
+) -> None:
+    """After the trial of chunks has passed."""
+    from triton.backends.compiler import GPUTarget
+
+    from quire.kernels.gpu import triton_launch_sizes
+    from quire.kernels.gpu.kernel_variant import set_compile_target
+    from quire.kernels.gpu.recurrent import triton_recurrence
+    from quire.kernels.gpu.triton_backend import TritonBackend
+
+    in_chunks, advance = list[int](), triton_recurrence.advance_chunked
+    set_compile_target(GPUTarget("cuda", capability, 32))
+    triton_launch_sizes._compile_target.cache_clear()
+    monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
+    monkeypatch.setattr(TritonBackend, "passed_chunk_trial", True)
+    monkeypatch.setattr(triton_recurrence, "advance_chunked", lambda *args: in_chunks.append(1) or advance(*args))
+    try:
+        assert_only_precompiled_variants_launched(monkeypatch, lambda: start(monkeypatch, tmp_path, family))
+    finally:
+        triton_launch_sizes._compile_target.cache_clear()
+    assert in_chunks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "family", "options"),

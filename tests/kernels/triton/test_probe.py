@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import make_dummy_recurrence_params
+from quire.kernels.gpu.recurrent import chunked_recurrence, triton_recurrence
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.chunked_recurrence_probe import ChunkedRecurrenceProbe
 from quire.kernels.probes.mla_probe import MLAProbe
 from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -78,6 +81,57 @@ def test_mla_and_recurrence_probes_detect_wrong_results(device: torch.device, mo
     assert RecurrenceProbe(device, torch.bfloat16, rule, 16)(backend) == (
         "differs from the reference for a prompt of a DeltaRule"
     )
+
+
+@pytest.fixture
+def obeyed_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in chunks only after the trial, as GPUs other than Hopper do, and with their sizes."""
+    monkeypatch.setattr(chunked_recurrence, "uses_hopper_sizes", lambda device: False)
+    monkeypatch.setattr(chunked_recurrence, "needs_chunk_trial", lambda device: True)
+
+
+CHUNK_PROBES = [(True, 1, 1, 40, 16), (False, 1, 1, 12, 16)]
+
+
+@pytest.mark.usefixtures("obeyed_trial")
+@pytest.mark.parametrize("sizes", CHUNK_PROBES, ids=["delta", "space"])
+def test_chunked_recurrence_probe_passes_triton_and_restores_backend(
+    device: torch.device, sizes: tuple[bool, int, int, int, int]
+) -> None:
+    backend = TritonBackend()
+    assert ChunkedRecurrenceProbe(device, torch.bfloat16, *sizes)(backend) is None
+    assert not backend.passed_chunk_trial
+
+
+@pytest.mark.usefixtures("obeyed_trial")
+def test_chunked_recurrence_probe_detects_wrong_states_other_bits_and_errors(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, runs = ChunkedRecurrenceProbe(device, torch.bfloat16, *CHUNK_PROBES[1]), list[int]()
+    advance = triton_recurrence.advance_chunked
+
+    def wrong(*args: Any) -> None:
+        advance(*args)
+        args[3].matrices.mul_(1.01)
+
+    def unsteady(*args: Any) -> None:
+        advance(*args)
+        runs.append(1)
+        args[0].mul_(1 + len(runs) / 100)
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    reasons = []
+    for each in (wrong, unsteady, failing):
+        monkeypatch.setattr(triton_recurrence, "advance_chunked", each)
+        reasons.append(probe(backend := TritonBackend()))
+        assert not backend.passed_chunk_trial
+    assert reasons == [
+        "chunks of a recurrence differ from single tokens",
+        "chunks of a recurrence give other bits in a second run",
+        "RuntimeError: out of resource: shared memory",
+    ]
 
 
 class LargePages(TritonBackend):

@@ -75,6 +75,8 @@ def startup_notes(
         chosen.dtype_note,
         allocation.eager_prefill_reason
         and f"steps with prompts run without CUDA graphs: {allocation.eager_prefill_reason}",
+        chosen.stepwise_recurrence_reason
+        and f"recurrent layers compute long prompts token by token: {chosen.stepwise_recurrence_reason}",
         is_other_device(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
         windowed
         and keeps_all_reason is not None

@@ -1,5 +1,5 @@
-"""Trials of libraries' attention in a child process, because a library that aborts, hangs or breaks its CUDA context
-must not end the engine.
+"""Trials of libraries' attention, and of Quire's kernels that never ran on such a GPU, in a child process, because one
+that aborts, hangs or breaks its CUDA context must not end the engine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import msgspec
 
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
-from quire.engine.worker.trials.trial_request import READY, TrialRequest, TrialVerdict
+from quire.engine.worker.trials.trial_request import READY, ChildProbe, TrialRequest, TrialVerdict
 from quire.engine.worker.trials.trial_verdicts import VerdictKey, read_verdict, verdict_path, write_verdict
+from quire.kernels.backend import Backend
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
-from quire.kernels.probes.backend_probe import PagedAttentionProbe, find_first_failure
+from quire.kernels.probes.backend_probe import find_first_failure
 
 log = logging.getLogger("quire.engine")
 
@@ -45,20 +46,27 @@ class ChildTrials:
     timeout_seconds: float = _TIMEOUT_SECONDS
     worker: Sequence[str] = TRIAL_WORKER
 
-    def find_failure(self, backend: FlashPagedBackend, probes: Sequence[PagedAttentionProbe]) -> str | None:
-        """Return why a probe fails, or None if all probes pass, now or in an earlier start."""
+    def find_failure(self, backend: Backend, probes: Sequence[ChildProbe]) -> str | None:
+        """Return why a probe fails, or None if all probes pass, now or in an earlier start. If no child process can use
+        the GPU, a library is tried in this process. Kernels of recurrent layers are then not tried, because the engine
+        can do without them.
+        """
+        is_library = isinstance(backend, FlashPagedBackend)
+        library = backend.name if is_library else None
         key = VerdictKey(self.describe_machine(), TrialRequest.from_probes(backend, probes))
         path = verdict_path(self.verdict_folder, key)
         verdict = read_verdict(path, key)
-        if verdict is not None and (verdict.failure is None or not self.retry_failures):
-            return _with_retry_hint(verdict.failure, backend.name, path)
-        log.info("%s is tried in a child process", backend.name)
+        if verdict is not None and (verdict.failure is None or not (self.retry_failures and is_library)):
+            return _with_retry_hint(verdict.failure, library, path)
+        log.info("%s is tried in a child process", library or "a kernel for recurrent layers")
         outcome = self._run_child(key.request)
+        if outcome is None and not is_library:
+            return "no child process can use the GPU to try them"
         if outcome is None:
             log.warning("no child process can use the GPU, so %s is tried in the engine process", backend.name)
             return find_first_failure(probes, backend)
         is_saved = outcome.is_lasting and write_verdict(path, key, outcome.verdict)
-        return _with_retry_hint(outcome.verdict.failure, backend.name, path if is_saved else None)
+        return _with_retry_hint(outcome.verdict.failure, library, path if is_saved else None)
 
     def _run_child(self, request: TrialRequest) -> _TrialOutcome | None:
         """Returns None if the child could not start or could not use the GPU."""
@@ -130,12 +138,14 @@ def _kill_at_exit(child: Child) -> Iterator[None]:
         child.end()
 
 
-def _with_retry_hint(failure: str | None, name: str, verdict_file: Path | None) -> str | None:
+def _with_retry_hint(failure: str | None, library: str | None, verdict_file: Path | None) -> str | None:
+    """`library`: the backend whose name --attention-backend takes; None for Quire's own kernels."""
     if failure is None:
         return None
     if verdict_file is None:
         return f"{failure} (the next start tries again)"
-    return f"{failure} (to try again, delete {verdict_file} or pass --attention-backend {name})"
+    otherwise = "" if library is None else f" or pass --attention-backend {library}"
+    return f"{failure} (to try again, delete {verdict_file}{otherwise})"
 
 
 def _last_line(errors: IO[bytes]) -> str:

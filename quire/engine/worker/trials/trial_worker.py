@@ -1,4 +1,4 @@
-"""Child process that runs the trial of a library's attention.
+"""Child process that runs the trial of a library's attention, or of chunked recurrences.
 
 The first argument is the file descriptor for the answer: READY as soon as the GPU can be used, then a TrialVerdict.
 """
