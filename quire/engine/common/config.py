@@ -34,7 +34,9 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Settings that give a new engine the same capacity, whatever memory is free then."""
+    """Settings that give a new engine the same capacity as the engine of `info`, however much memory is free when it
+    starts.
+    """
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
@@ -303,7 +305,9 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """Drop a quantization that the checkpoint already has: fp8 means to keep an fp8 checkpoint."""
+        """Return a config without `quantization` if the checkpoint's `quant_method` is the same quantization, unless
+        load_format is dummy. For example, with --quantization fp8 a checkpoint that is fp8 already is loaded unchanged.
+        """
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -317,14 +321,16 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """`memory`: the GPU's memory in bytes."""
+        """Return a config with a larger step if the GPU has at least LARGE_GPU_BYTES of memory and the user set no
+        number of tokens per step. `memory`: the GPU's memory in bytes.
+        """
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
 
     @property
     def world_size(self) -> int:
-        """Number of processes per replica."""
+        """Number of ranks per replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -403,7 +409,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """Accept 32k and 32K, which mean 32,000 and 32,768 as in vLLM."""
+        """Accept 32k (32,000) and 32K (32,768), like vLLM."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

@@ -25,12 +25,13 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Replace vLLM's other names of dtypes by ours."""
+    """Replace `half` and `float`, vLLM's other names of float16 and float32."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Replace vLLM's other names. Raises ValueError for names of unsupported devices."""
+    """Replace vLLM's other names of quantizations by Quire's. Raises ValueError if `value` names an unsupported device.
+    """
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -63,20 +64,18 @@ _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """vLLM's fields and defaults."""
+    """Settings of the stream of KV cache events, with vLLM's field names and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """None means zmq if events are enabled."""
+    """None means "zmq". Nothing is published unless enable_kv_cache_events is set."""
     endpoint: str = Field("tcp://*:5557", pattern=_ZMQ_ENDPOINT)
-    """Everyone who can connect to the endpoint can read the token ids of prompts. Replicas use the ports after this
-    one.
-    """
+    """Everyone who can connect to the endpoint can read the token ids of prompts. Replica n adds n to the port."""
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
-    """Number of batches that are stored for replay."""
+    """Number of published batches of events that are stored, so that a subscriber can ask for those that it missed."""
     hwm: int = Field(100_000, ge=1)
     max_queue_size: int = Field(100_000, ge=1)
     topic: str = ""
@@ -96,7 +95,9 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """The endpoint with the port increased by `index`, as in vLLM."""
+    """Return the endpoint of replica `index`, as in vLLM: `index` is added to the port of a TCP endpoint, and an IPC
+    endpoint gets the suffix _dp{index} if `index` is not 0.
+    """
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -111,10 +112,10 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
-    """ngram searches the request's own tokens; suffix searches also recent answers with the same cache salt. grammar
-    drafts only what a grammar forces, which all other methods draft too. draft_model uses `model`; eagle, eagle3 and
-    medusa use heads in `model`; mtp uses a layer of the served checkpoint, and accepts vLLM's names for single
-    families.
+    """ngram searches the request's own tokens; suffix also searches recent answers with the same cache salt. grammar
+    drafts only the tokens that a request's grammar forces. All other methods except none also draft these tokens.
+    draft_model uses the model `model`; eagle, eagle3 and medusa use draft heads in `model`; mtp uses a layer of the
+    served checkpoint, and accepts vLLM's names for single families.
     """
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of draft heads."""
@@ -123,14 +124,16 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
-    """Continues the drafts of a model or heads, or replaces them if its tokens are accepted as often."""
+    """A method that continues the drafts of the draft model or heads. For a request for which its tokens are accepted
+    at least as often, it drafts alone.
+    """
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
     """Number of draft tokens that `lookup` may add to num_speculative_tokens; None means DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Drop ignored keys, and infer a missing method."""
+        """Drop ignored keys, infer a missing method from the name of `model`, and replace unsupported methods by none."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -199,5 +202,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why the device is not supported; None if it is supported or unknown."""
+    """Return why the device is not supported; None if the device is supported or its name is unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

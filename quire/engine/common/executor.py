@@ -12,10 +12,11 @@ from quire.engine.common.types import Adapter
 
 class PendingOutput(Protocol):
     def sample_tokens(self) -> None:
-        """Launch the step's sampling, if `launch` could only launch its forward pass.
+        """Launch the step's sampling, if `launch` launched only its forward pass.
 
-        This happens when a grammar has to follow a token of the step before, which the host had not read. Call it once
-        that step's result is read, and before the next launch. Does nothing if the step samples already.
+        `launch` does so if a grammar depends on a token of the step before that the host has not read yet. Call this
+        method once the result of the step before is read, and before the next launch. Does nothing if sampling is
+        already launched.
         """
 
     def result(self) -> ModelRunnerOutput:
@@ -95,10 +96,14 @@ class Executor(Protocol):
         """Prepare one thing in at most about a second. Return False if nothing is left to prepare."""
 
     def make_block_mover(self) -> BlockMover | None:
-        """None without KV blocks."""
+        """Return None if the model has no KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """Return a mover for slots (Sublayer.slot_tensor_specs); None without recurrent state."""
+        """Return a mover for the slots of recurrent states (Sublayer.slot_tensor_specs); None if the model has no
+        recurrent state.
+        """
 
     def preload_grammar_compiler(self) -> None:
-        """Begin to load the compiler in the background. Otherwise the first grammar would wait for it."""
+        """Begin to load the grammar compiler in the background, so that the first request with a grammar need not wait
+        for it.
+        """

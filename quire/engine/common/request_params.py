@@ -11,7 +11,9 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Limit for all stop strings together, because each is compared with the text held back."""
+"""Limit for all stop strings of a request together, because each step compares all of them with the text that is not
+yet sent.
+"""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
 """Maximum number and length of DRY's sequence breakers, as in llama.cpp."""
 
@@ -212,7 +214,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = -1
     dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that interrupt a repetition: DRY penalizes only repetitions without them."""
+    """Token sequences at which DRY stops matching: only repetitions that contain none of them are penalized."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     """None allows all tokens."""
@@ -234,7 +236,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 0
     grammar: Grammar | None = None
-    """The answer ends when the grammar is complete, despite min_tokens and ignore_eos."""
+    """The answer ends when it completes the grammar, even if min_tokens or ignore_eos would let it continue."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -259,7 +261,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Tokens to report with each sampled token, instead of `logprobs`. Empty means None."""
+    """Tokens whose log probabilities are reported with each sampled token, instead of the `logprobs` most likely ones.
+    An empty tuple means None.
+    """
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -305,7 +309,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """A choice's seed of 63 bits, random without `seed`. The first choice's seed does not depend on n."""
+        """Return the seed of a choice, a number of 63 bits. If `seed` is None, it is random. The seed of choice 0
+        consists of the low 63 bits of `seed`, so it does not depend on the number of choices.
+        """
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:

@@ -15,12 +15,12 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """None for either bound means unbounded."""
+    """None means that there is no maximum; a `minimum` of None likewise means no minimum."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False
     setting_label: str = ""
-    """Label on the page and in presets; "" if it is no setting there."""
+    """Label of the setting on the web page and in presets; "" if neither offers the field."""
     setting_step: float = 1.0
 
 
@@ -28,6 +28,6 @@ class SamplingField:
 class NamedSamplingField:
     name: str
     type: type
-    """float, int or bool, without None if the field is optional."""
+    """float, int or bool. Whether the field may also be None is not part of the type."""
     default: Any
     field: SamplingField

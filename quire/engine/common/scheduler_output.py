@@ -25,7 +25,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     images: tuple[Image, ...] = ()
     """All images of `spans`, each one once."""
     cache_salt: str = ""
-    """Requests with the same salt share encoder outputs."""
+    """Only requests with the same salt share encoder outputs."""
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -67,7 +67,7 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_drafts: int
     block_ids: list[int]
-    """The draft heads' own blocks, for all tokens and drafts."""
+    """Blocks of the draft heads' own KV cache, enough for the request's tokens and its drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):

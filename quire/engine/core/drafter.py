@@ -16,11 +16,17 @@ RequestsToDraft = Sequence[tuple[Request, int]]
 
 
 KIND_DEFAULT = 0
-"""Kinds above this one are bit lengths of n-gram matches."""
+"""Kind of a token whose probability of acceptance is unknown. Kinds from 1 to FIRST_BUCKET_KIND - 1 are bit lengths of
+the number of tokens that an n-gram lookup matched.
+"""
 KIND_FORCED = -1
-"""A token that the grammar forces. Nearly all are accepted, unless the model splits text or spaces JSON differently."""
+"""Kind of a token that the grammar forces. Nearly all such tokens are accepted, unless the model splits text into other
+tokens or spaces JSON differently.
+"""
 KIND_FORCED_TEXT = -2
-"""A token of text that the grammar forces. The model's last token may extend beyond that text."""
+"""Kind of a token within text that the grammar forces. The token that the model samples at the end of this text may be
+longer, so the draft's last token may be rejected.
+"""
 NUM_PROBABILITY_BUCKETS = 10
 FIRST_BUCKET_KIND = 100
 
@@ -30,7 +36,9 @@ class Draft(NamedTuple):
 
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One kind for each token. If empty, all are KIND_DEFAULT, or `probabilities` is set."""
+    """One kind for each token. If empty, the kinds derive from `probabilities`, or are all KIND_DEFAULT if
+    `probabilities` is empty too.
+    """
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -66,23 +74,27 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 
 class Drafter(ABC):
     needs_grammar = False
-    """True if the drafter drafts only for requests with a grammar. The host must see each token of a request with
-    drafts before the next step.
+    """True if the drafter drafts only for requests with a grammar. All other requests can then be scheduled ahead,
+    whereas the host must see each token of a request with drafts before the next step.
     """
 
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """Return a draft per request. `num_step_tokens`: the step's tokens without drafts."""
+        """Return one draft for each request. `num_step_tokens`: number of tokens that the step computes without drafts."""
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
-        """Learn how many drafts were accepted."""
+        """Called when a step has verified `drafts` draft tokens of the request, of which the first `accepted` were
+        accepted.
+        """
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when a request that may have had drafts has finished."""
 
 
 class TokenwiseDrafter(ABC):
-    """A drafter whose caller decides after each draft token whether another one pays."""
+    """A drafter that drafts one token at a time, so that its caller can decide after each token whether another one is
+    worth its cost.
+    """
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
@@ -97,7 +109,7 @@ class TokenwiseDrafter(ABC):
 
 
 class NullDrafter(Drafter):
-    """The inner drafter of a GrammarDrafter that drafts only what grammars force."""
+    """A drafter that drafts nothing. A GrammarDrafter around it drafts only what grammars force."""
 
     needs_grammar = True
 

@@ -26,14 +26,15 @@ OUTPUT_TOKEN_COST = 2
 
 MIN_LOW_PRIORITY_TOKENS = 16
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""For this many steps after an urgent request, steps are short, so that the next urgent request need not wait for a
-long step.
+"""For URGENT_MEMORY_STEPS steps after the last urgent request, a step has about SHORT_STEP_TOKENS tokens, so that the
+next urgent request need not wait for a long step.
 """
 
 
 class TokenBudget:
-    """A step's tokens. While urgent requests run or wait, all others together get as many tokens as the urgent ones
-    generate, but at least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
+    """The number of tokens that a step may still schedule. The requests with the lowest priority number are urgent.
+    While they run or wait, all other requests together get as many tokens as the urgent ones generate, but at least
+    MIN_LOW_PRIORITY_TOKENS. Tokens of urgent prompts do not raise this limit.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -66,7 +67,9 @@ class FairQueue:
         """A tenant's counter starts at this value if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be split, so the step cannot be short."""
+        """`whole_prompts` is True if prompts cannot be split. The step then has all `tokens`, even after urgent
+        requests.
+        """
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -111,9 +114,10 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """Running requests that may be preempted, in order. Each is less urgent, or has a larger sort key and a tenant
-        that would still run at least as many requests per weight as the waiting tenant. So no preemption provokes
-        another in return.
+        """Return running requests that may be preempted for `waiting_request`, in the order in which to preempt them. A
+        candidate is less urgent, or has both a larger sort key and a tenant that would still run at least as many
+        requests per weight as the waiting tenant. The second condition prevents a preemption from provoking another one
+        in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -143,7 +147,7 @@ class FairQueue:
         return 0
 
     def release_adapter(self, request: Request) -> None:
-        """Note that the request has ended and does not wait."""
+        """Called when a request has ended and has left the queue."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
         return []
@@ -153,7 +157,7 @@ class FairQueue:
         return ()
 
     def wait_for_loads(self) -> None:
-        """Wait briefly for adapter loads. Called when there is nothing to compute."""
+        """Wait briefly for adapter loads. Called only while there is nothing to compute."""
 
     def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         served = self._served.get(request.tenant, self._last_served)

@@ -22,7 +22,7 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """Number of blocks that came too fast for all tiers."""
+        """Number of blocks that no tier stored, because they came faster than tiers can write."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -34,8 +34,9 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for blocks that follow the device's `cached` ones. It is in no queue until
-        `take_loaded_requests` returns it. The pool must have free blocks for all its tokens.
+        """Return True if the request must wait for blocks that follow the blocks `cached` on the device. The request is
+        then in no queue until `take_loaded_requests` returns it. The pool must have free blocks for all tokens of the
+        request.
         """
 
     @abstractmethod
@@ -44,7 +45,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
-        """Note that the request has ended, perhaps while it waited."""
+        """Called when a request has ended. Cancels its load if it waits for one."""
 
     @abstractmethod
     def wait_for_loads(self) -> None:
@@ -56,11 +57,11 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """Learn how long the computation of this many tokens takes."""
+        """Called after each step, so that the offloader learns whether loading blocks is faster than computing them."""
 
     @abstractmethod
     def clear_tiers(self) -> None:
-        """Forget all blocks."""
+        """Make the tiers forget all blocks."""
 
     @abstractmethod
     def tier_stats(self) -> list[TierStats]: ...

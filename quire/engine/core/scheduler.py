@@ -37,7 +37,9 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """A request that may have drafts is never scheduled before the results of its last step are applied."""
+        """If there is a drafter, a request that may have drafts is never scheduled before the results of its last step
+        are applied.
+        """
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -217,8 +219,8 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt for the first waiting request. A step's own blocks cannot be reused, so this runs before a step is
-        planned.
+        """Preempt running requests if this lets the first waiting request start. This runs before a step is planned,
+        because the blocks of requests that are already part of the step cannot be given to another request.
         """
         request = self._waiting.peek()
         if (
@@ -273,13 +275,13 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Start waiting requests, without preempting others."""
+        """Start waiting requests, as far as slots, blocks and the budget suffice. Preempts no request."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
             cached = self.kv_cache_manager.get_computed_blocks(request)
-            # There must be blocks for all tokens, not only for this step's. Otherwise the request would be preempted
-            # half-way.
+            # There must be free blocks for all tokens, not only for this step's. Otherwise the request would soon be
+            # preempted.
             too_long = self._config.whole_prompts and len(request.token_ids) > max_tokens
             if (
                 max_tokens <= 0
@@ -328,7 +330,9 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Add drafts to chunks, which already have their blocks, so drafts cause no preemption."""
+        """Return drafts for requests of `chunks`. All chunks already have their blocks and drafts use only free ones,
+        so drafts cause no preemption.
+        """
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -353,8 +357,8 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Count the chunk as computed. Requests of the same step can share its full blocks, because each layer stores
-        keys and values before it attends.
+        """Count the chunk as computed. Other requests of the same step can share the full blocks that it completes,
+        because each layer stores all keys and values before it attends.
         """
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens

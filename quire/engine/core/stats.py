@@ -57,7 +57,9 @@ class _Counters(msgspec.Struct, array_like=True):
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the start. `saved_blocks`: blocks that sliding windows have freed."""
+    """Gauges, and counters since the start. `saved_blocks` is a gauge: the additional blocks that current requests
+    would use without sliding windows.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -73,7 +75,9 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
-    """Expert counters are set only by the first rank, and only with weights on disk (OffloadCounts)."""
+    """This field, the next three and disk_bytes are set only by the first rank, and only if weights are on disk
+    (OffloadCounts).
+    """
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -206,8 +210,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Record of a step. Times are in seconds of time.monotonic(). The garbage collector tracks no field, because with
-    100,000 records it held up the event loop for milliseconds.
+    """Record of a step. Times are in seconds of time.monotonic(). Python's garbage collector tracks neither records nor
+    their fields. Otherwise, with 100,000 records it would block the event loop for milliseconds.
     """
 
     number: int
@@ -224,7 +228,9 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request id, tier, tokens, begin, end) of loads before the step."""
     drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """(request id, source of each draft token). The request's output has one token more than were accepted."""
+    """(request id, source of each draft token). The number of accepted ones is one less than the number of tokens in
+    the request's output.
+    """
     adapter_loads: tuple[tuple[str, float], ...] = ()
     """(adapter, seconds that the step waited for it)."""
     num_generated_tokens: int = 0

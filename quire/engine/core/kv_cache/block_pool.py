@@ -25,7 +25,8 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """NumPy reads this array."""
+        """Number of references, indexed by block. It is an array instead of a list so that NumPy can read its memory.
+        """
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
@@ -115,7 +116,9 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo `pin`. The blocks are allocated next, the last one of them first."""
+        """Undo one `pin` of each block. Blocks that are then free and unpinned are allocated next, the last of `blocks`
+        first.
+        """
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:

@@ -8,8 +8,8 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """The requests' block tables. Request.block_ids interleaves KV cache groups: it has one block of each per
-    block_size tokens. NULL_BLOCK replaces blocks that left a sliding window.
+    """The requests' block tables. Request.block_ids interleaves KV cache groups: for every block_size tokens, it has
+    one block of each group. NULL_BLOCK replaces blocks that left a sliding window.
     """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
@@ -17,7 +17,7 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Number of blocks that requests would use in addition if there were no windows."""
+        """Number of additional blocks that the current requests would use if there were no windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -43,8 +43,9 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes later.
-        Rejected drafts never lead back before their step's first token.
+        """Free the blocks that left a window. A step in flight may still read them, which is safe because a later step
+        writes the next owner's data. Drafts that are rejected later do not matter either, because no token before the
+        step's first one is ever computed again.
         """
         for group, window in self.windowed_groups:
             first, last = (

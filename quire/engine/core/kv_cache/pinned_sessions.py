@@ -1,10 +1,11 @@
 """Pins a paused conversation's KV blocks for its next turn. Pinned blocks count as free but are allocated last.
 
 A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that
-request's conversation, and blocks are pinned from the second turn on, because most prompts are never continued. Above a
-share of the pool, the tenant with the most pinned blocks loses blocks first: those of its conversation with the longest
-pause relative to earlier pauses. With recurrent state, snapshots are pinned too. A conversation without a snapshot
-loses all its blocks, because no request can start from them.
+request's conversation, and blocks are pinned only from the second turn on, because most prompts are never continued. If
+a request sets keep_seconds, they are pinned in any case. When more than a share of the pool is pinned, the tenant with
+the most pinned blocks loses blocks first: those of its conversation with the longest pause relative to earlier pauses.
+With recurrent state, snapshots are pinned too. A conversation that loses its last snapshot loses all its blocks,
+because no request can start from them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Session:
     num_turns: int = 0
     last_request_id: str = ""
     blocks: list[int] = field(default_factory=list)
-    """The pinned blocks, from the start of the last request on."""
+    """Pinned blocks: the first block of the last request and those that follow it, without gaps."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
     paused_at: float = 0.0
@@ -48,7 +49,7 @@ class Session:
     """Moving average in seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
-        """The larger the ratio, the less likely the session continues."""
+        """Return the current pause relative to the mean pause. The larger it is, the less likely the session continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -106,8 +107,8 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Pause the session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request frees
-        them.
+        """Pause the request's session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request
+        frees the blocks.
         """
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
@@ -142,7 +143,9 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """A session found by its last hash gets the request's key."""
+        """Return the session with the request's key, or else the session whose last hash occurs in `digests`; None if
+        there is none. In the second case the session gets the request's key if it has no key yet.
+        """
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -216,7 +219,9 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """Unpin at least `count` blocks. The session least likely to continue loses its last blocks first."""
+        """Unpin blocks until `count` more unpinned blocks are free. The session least likely to continue loses its last
+        blocks first.
+        """
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)

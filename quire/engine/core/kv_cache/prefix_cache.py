@@ -36,11 +36,13 @@ class PrefixCache:
         self.events: PrefixCacheEvents | None = None
         """None if nobody reads events."""
         self._first_written: dict[int, int] = {}
-        """For each block that the step being scheduled writes, the index of the first token written."""
+        """Keyed by the blocks that the step being scheduled writes: the position within the block of the first token
+        written.
+        """
 
     @property
     def match_unit(self) -> int:
-        """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
+        """The length of every cached prefix is a multiple of this number of tokens; 0 if the cache is off."""
         if not self.is_enabled:
             return 0
         return max(self.hash_block_size, 0 if self.snapshots is None else self.snapshots.interval_tokens)
@@ -50,8 +52,9 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """For each full block, the hashes of its beginnings, followed by its own. The last token is excluded, because
-        it must be computed.
+        """Return, for each full block, the hashes of its beginnings, followed by the hash of the whole block. The
+        request's last token is excluded, because it must be computed. Return [] if the request must not use cached
+        blocks.
         """
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -65,7 +68,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Count hits at a request's first start only."""
+        """Count the request's hits and resume its session. Does nothing when a preempted request starts again."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -90,8 +93,9 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """Allocate a block per group if each group has a cached block that begins like the request's next one. Copies
-        run before the step, so what the step writes cannot be copied.
+        """If each group has a cached block that begins with the request's next tokens, allocate a block per group for a
+        copy of these tokens, and return the copies to make. Otherwise return []. Copies run before the step, so tokens
+        that the step itself writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
