@@ -50,10 +50,12 @@ class DecoderSpec:
     logit_softcap: float | None = None
     """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) of linears in a transformers class. If None, see engine/lora/target_modules.py."""
+    """(in, out) of the linears of a transformers class that LoRA adapters may change. None for Quire's families, for
+    which engine/lora/target_modules.py determines them.
+    """
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Excludes a tied head."""
+        """Return the shapes of all parameters. A tied head is left out."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -74,7 +76,7 @@ class DecoderSpec:
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Count parameters of token and position tables, which a step only looks up."""
+        """Number of parameters in token and position tables, which a step looks up instead of multiplying with them."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -120,7 +122,7 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """None if pipeline stages can divide the layers."""
+        """Why pipeline stages cannot divide the layers; None if they can."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -130,29 +132,29 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` ranks can divide all sublayers."""
+        """Return why `ranks` ranks cannot divide all sublayers; None if they can."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     @property
     def has_sparse_attention(self) -> bool:
-        """True if an indexer chooses tokens, as in DeepSeek-V3.2."""
+        """True if an indexer chooses the tokens that a query attends to, as in DeepSeek-V3.2."""
         return any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec))
 
     @property
     def gpu_error(self) -> str | None:
-        """None if GPUs can compute the layers."""
+        """Why GPUs cannot compute the layers; None if they can."""
         return next((each.gpu_error for layer in self.layers for each in layer if each.gpu_error is not None), None)
 
     @property
     def quantized_kv_error(self) -> str | None:
-        """None if blocks of 8 bits can hold the KV cache."""
+        """Why keys and values cannot be cached in 8 bits; None if they can."""
         if self.has_sparse_attention:
             return "sparse attention reads keys and values of 16 or 32 bits so far: --kv-cache-dtype auto"
         return None
 
     def context_parallel_error(self) -> str | None:
-        """None if ranks can divide a sequence's tokens."""
+        """Return why ranks cannot divide a sequence's tokens; None if they can."""
         if self.has_sparse_attention:
             return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):

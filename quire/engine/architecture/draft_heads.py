@@ -50,9 +50,9 @@ class EagleSpec:
     norm_before_residual: bool = False
     """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
-    """Only EAGLE-3 sets this. If None, the decoder's head is used."""
+    """Size of EAGLE-3's own vocabulary of draft tokens. If None, the decoder's head is used."""
     has_token_map: bool = False
-    """The draft head's token ids differ from the decoder's."""
+    """True if the draft head's token ids differ from the decoder's, so that a table maps them."""
 
     @property
     def layers_by_name(self) -> dict[str, LayerSpec]:

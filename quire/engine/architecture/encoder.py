@@ -31,7 +31,9 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """Names of (gate, up), or of one tensor that includes any gate."""
+    """Two names if gate and up are separate tensors, otherwise the name of one tensor that contains both or, in an
+    ungated MLP, only up.
+    """
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -58,7 +60,7 @@ class EncoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None for all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Called with the hidden size and number of labels."""
+    """Returns the layers of a classifier head for a hidden size and a number of labels."""
     activation: EncoderActivation
     positions: int = 0
     """Rows of the position table; 0 without one."""
@@ -75,7 +77,7 @@ class EncoderSpec:
     gated: bool = False
     """The MLP is gated (Shazeer, 2020)."""
     gate_last: bool = False
-    """In the fused tensor, the gate follows `up`."""
+    """True if the fused tensor has the rows of `up` first and those of the gate last."""
     pre_norm: bool = False
     """Norms precede sublayers. The first attention has one only if has_first_layer_norm."""
     has_first_layer_norm: bool = False

@@ -3,7 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens per hash in larger blocks. A cached prefix may end after any such piece."""
+"""Number of tokens per prefix cache hash, if blocks have more. A cached prefix may end after any such piece of a block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class PagedState:
     window: int | None
     """Tokens that a token sees, itself included; None for all."""
     head: int = 0
-    """Elements of one key, or 0 if all layers are equal."""
+    """Elements of one head's key; 0 only if keys and values are never quantized."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
         """`kv_width` is bytes per element of keys and values, `model_width` of the model's dtype. Each quantized head
@@ -26,8 +27,8 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """A sequence's slot holds a convolution's last columns. KV blocks hold the columns at the end of every PIECE
-    tokens, so that other sequences can continue there.
+    """The state of a short convolution. A sequence's slot holds the last columns of its input. KV blocks hold the
+    columns at the end of every PIECE tokens, so that other sequences can continue there.
     """
 
     channels: int
@@ -44,14 +45,17 @@ class PagedColumnState:
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Draft tokens have their own columns, because they may be rejected. `width` is bytes per element."""
+        """Return the bytes of a slot with room for `drafts` draft tokens, which have columns of their own because they
+        may be rejected. `width` is bytes per element.
+        """
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """A sequence's slot holds a convolution's last columns, a matrix per head, and inputs of draft tokens until
-    acceptance. This state is too large for KV blocks, so a cached prefix needs a snapshot.
+    """The state of a recurrent layer. A sequence's slot holds the last columns of a convolution's input, and a matrix
+    per head. Until draft tokens are accepted, it also holds the inputs that they would add to the state. This state is
+    too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int
@@ -60,7 +64,7 @@ class MatrixState:
     key: int
     value: int
     beside: int
-    """Elements per draft token besides its column."""
+    """Elements stored for a draft token in addition to its column."""
     window: None = None
     paged_values_per_token: int = 0
 
@@ -68,7 +72,9 @@ class MatrixState:
         return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Matrices are float32. `width` is bytes per other element."""
+        """Return the bytes of a slot with room for `drafts` draft tokens. Matrices are float32. `width` is bytes per
+        other element.
+        """
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices

@@ -54,22 +54,24 @@ class MoELayerSpec(SublayerSpec):
     correction: str | None = None
     """Name of a bias that affects only the choice of experts."""
     correction_row: bool = False
-    """`correction` is stored as [1, experts]."""
+    """If True, checkpoints store `correction` as [1, experts] instead of [experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
     """If False, all experts use squared ReLU."""
     shares_norm: bool = False
     parallel: bool = False
-    """Experts read the previous sublayer's input, and both outputs are added."""
+    """If True, the experts read the same input as the previous sublayer, and both outputs are added to the stream."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
-    """Gates use tanh GELU, not SiLU."""
+    """If True, gates use GELU with tanh, otherwise SiLU."""
     router_scale: str | None = None
-    """Name of a scale of the router's input, applied after a norm without weights and scaling by hidden^-0.5."""
+    """Name of a tensor that scales the router's input. The input is first normed without weights and multiplied by
+    hidden_size^-0.5.
+    """
     expert_scales: str | None = None
     is_expert_parallel: bool = False
-    """Ranks divide the experts, not each expert's linears."""
+    """If True, each rank computes some of the experts. Otherwise each rank computes a part of every expert."""
     name: str = "mlp"
     """Module with router and linears; "" for the layer itself."""
     router: str = "gate"

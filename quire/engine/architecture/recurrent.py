@@ -31,7 +31,7 @@ class MatrixStateSpec(SublayerSpec):
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """Return the elements kept per draft token in addition to its column."""
+        """Return the number of elements stored for a draft token in addition to its column."""
 
     @property
     def num_channels(self) -> int:
@@ -145,7 +145,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Normalizes each group after ("behind") or before the gate."""
+    """Where each group is normalized: after the gate ("behind"), before it, or not at all (None)."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
@@ -189,7 +189,8 @@ class MambaLayerSpec(MatrixStateSpec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection. "plain" norms have no weights."""
+    """Kind of the norms of b, c, and the input of dt's projection: "plain" norms have no weights. None means no norms.
+    """
     inner_eps: float = 1e-6
 
     @property

@@ -28,7 +28,7 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """Return the expert parameters that `tokens` read if all experts are chosen equally often."""
+        """Return how many expert parameters a step of `tokens` tokens reads, if all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
@@ -53,7 +53,7 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> State | None:
-        """None if the sublayer keeps nothing per sequence."""
+        """What the sublayer stores per sequence; None if nothing."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -73,15 +73,15 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """None if `ranks` ranks can divide the sublayer."""
+        """Return why `ranks` ranks cannot divide the sublayer; None if they can."""
         return None
 
     @property
     def gpu_error(self) -> str | None:
-        """None if GPUs can compute the sublayer."""
+        """Why GPUs cannot compute the sublayer; None if they can."""
         return None
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """None if `size` is a multiple of `ranks`."""
+    """Return an error if `size` is not a multiple of `ranks`, otherwise None."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

@@ -163,7 +163,7 @@ class ApiServerLeader:
         except QuireError as error:
             reader.fail(error)
 
-    # RequestRecorder
+    # Methods of RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
         """The API process records its own requests."""
@@ -185,7 +185,7 @@ class ApiServerLeader:
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        if not for_good:  # otherwise the readers fail, and that tells the API processes
+        if not for_good:  # otherwise the readers fail, which tells the API processes
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
@@ -198,7 +198,7 @@ class ApiServerLeader:
             if channel.welcomed:
                 channel.send(message, stats)
 
-    # Calls of API processes
+    # Methods that serve calls of API processes
 
     async def _answer(self, identity: bytes, channel: ApiProcessChannel, call: UtilityCall) -> None:
         assert call.id is not None

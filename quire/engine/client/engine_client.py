@@ -46,7 +46,7 @@ class _Entry:
     reader: Reader
     emitted: list[int]
     number: int = 0
-    """Number of the durable call; 0 if the call is not durable."""
+    """Number of the request in the log of durable requests; 0 if the request is not durable."""
     cached_tokens: int | None = None
     """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
     finds another number of cached tokens.
@@ -123,14 +123,14 @@ class EngineClient:
             if each.request.adapter is not None and (each.cached_tokens is None) == queued
         ]
 
-    # For readers
+    # Methods for readers
 
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submits requests of one tenant, with new ids, for the API call `call`. Without requests the stream ends at
-        once. `emitted`: each request's tokens so far; new tokens are appended. Raises EngineError if the engine has
-        ended for good.
+        """Submits requests of one tenant, with new ids, for the API call `call`. If `requests` is empty, the stream
+        ends at once. `emitted` has each request's tokens so far, and new tokens are appended to its lists. Raises the
+        client's `failure` if the engine has ended for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -159,8 +159,8 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, persist_tokens: PersistTokens) -> None:
-        """Logs the tokens of an open request, except those of its last output, through `persist_tokens`. All requests
-        share one log.
+        """Makes an open request durable: from now on `persist_tokens` stores its tokens, except those of its last
+        output. All requests share one log. `number` is the request's number in the log.
         """
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._persist_tokens = number, persist_tokens
@@ -191,17 +191,17 @@ class EngineClient:
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """Takes a snapshot (see EngineCoreClient.snapshot). Concurrent callers share one."""
+        """Takes a snapshot (see EngineCoreClient.snapshot). Concurrent callers get the same task."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
 
-    # For callers other than readers
+    # Methods for callers other than readers
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
         """Ends a request, or all requests of a call, for someone other than the reader. The reader gets finish_reason
-        "abort". `tenant`: None matches any. Returns how many requests ended or, if none was open, the number of
-        matching calls.
+        "abort". If `tenant` is not None, only this tenant's requests match. Returns the number of requests that were
+        ended or, if no matching request was open, the number of matching calls.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -245,7 +245,7 @@ class EngineClient:
     def has_unheld(self) -> bool:
         return len(self._open) > len(self._held or ())
 
-    # RequestOwner
+    # Methods of RequestOwner
 
     def request(self, request_id: str) -> EngineCoreRequest:
         entry = self._open[request_id]
@@ -299,7 +299,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """One event-loop callback for all streams costs less than one for each."""
+        """Runs the due callbacks of all streams in one event-loop callback, which costs less than one for each stream."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
@@ -323,7 +323,9 @@ class EngineClient:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """Ends all requests, because the engine is gone for good. Only the first call has an effect."""
+        """Ends all requests with `error`, because the engine is gone for good. Does nothing if `failure` is already
+        set.
+        """
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)

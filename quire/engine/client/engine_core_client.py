@@ -103,7 +103,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
-        """Return the requests and KV blocks after the current step; None if the engine ends first. It must be
+        """Return the requests and KV blocks after the current step; None if the engine ends first. The engine must be
         responsive.
         """
 
@@ -149,7 +149,7 @@ class ExclusiveClient(EngineCoreClient):
 
     @abstractmethod
     async def rest(self, level: int) -> None:
-        """Release weights and KV cache, and set `asleep`."""
+        """Release weights and KV cache, and set `asleep`. `level` is as in Weights.sleep."""
 
     @abstractmethod
     async def check(self, weights: str) -> None:

@@ -34,7 +34,7 @@ STDERR_LINES = 20
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
-"""Calls during which the engine's threads may be unable to run."""
+"""Methods during which the engine's threads may be unable to run."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
@@ -45,13 +45,14 @@ _INSPECT_SECONDS = 1.0
 
 
 class KilledDuringStart(EngineError):
-    """The process was killed from outside."""
+    """The process was killed from outside before its engine was ready."""
 
 
 class EngineProcess:
-    """An engine process; the constructor starts it. Call `connect()` before sending or receiving. Its standard error is
-    copied to ours, and the last lines are stored. `on_begun` gets ids of requests that the engine computes for the
-    first time. Raises OSError if no process can be started, EngineError if its socket's folder cannot be created.
+    """An engine process, which the constructor starts. Call `connect()` before sending or receiving. The process's
+    standard error is copied to that of this process, and its last lines are stored. `on_begun` is called with the ids
+    of requests that the engine begins to compute for the first time. Raises OSError if no process can be started,
+    EngineError if the folder of its socket cannot be created.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -66,9 +67,11 @@ class EngineProcess:
         self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        """False while the process builds an engine, because its threads may be unable to run then."""
+        """False while the process builds an engine or changes its weights, because its threads may be unable to run
+        then.
+        """
         self._rebuild: int | None = START
-        """Id of the last call in _REBUILDS; START before the first."""
+        """Id of the last call to a method of _REBUILDS; START before the first."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
         """Why this process killed the engine; None if it did not."""
@@ -259,7 +262,7 @@ class Launcher:
 
 
 def engine_json(config: EngineConfig) -> str:
-    """The configuration as JSON, without the server's settings."""
+    """Return the engine's part of `config` as JSON, without the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
@@ -276,7 +279,9 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Settings for libraries, which read them when loaded. The user's values win."""
+    """Return environment variables with settings that libraries read when they are loaded. The user's own variables
+    take precedence.
+    """
     # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
     # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
@@ -288,7 +293,7 @@ def _environment() -> dict[str, str]:
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Empties the prefix cache. If there is no process, deletes the KV blocks on disk."""
+    """Empties the engine's prefix cache. If no process is connected, deletes the KV blocks on disk instead."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

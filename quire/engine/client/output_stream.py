@@ -15,10 +15,12 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Maximum number of unread tokens in a stream, about 20 MB. Each reported alternative counts as a token."""
+"""Maximum number of unread tokens in a stream, which take about 20 MB. If log probabilities are requested, each
+reported alternative counts as a token.
+"""
 
 Versions = list[tuple[str, int]]
-"""Versions in order, each with the number of tokens that it computed."""
+"""(weights version, number of tokens that it computed), in the order in which the versions were used."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -30,7 +32,7 @@ def add_tokens(versions: Versions, version: str, count: int) -> None:
 
 
 class OutputSink(Protocol):
-    """A receiver of outputs in place of a waiting reader, which saves the cost of waking the reader."""
+    """Receives outputs while the stream's reader waits, which saves the cost of waking the reader."""
 
     def can_take_outputs(self) -> bool:
         """False if the next outputs must go to the reader."""
@@ -69,7 +71,9 @@ class OutputSource(ABC):
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
-        """Start to record versions. Returns the record, by request id; it grows with every token."""
+        """Start to record which weights versions compute the tokens. Return the record, keyed by request id; every new
+        token is added to it.
+        """
 
     def __aiter__(self) -> OutputSource:
         return self
@@ -112,7 +116,9 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """Set the sink. This wrapper becomes the inner source's sink, and passes outputs on with `take_outputs`."""
+        """Set the sink. This wrapper then becomes the sink of the wrapped source, and passes its outputs on with
+        `take_outputs`.
+        """
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 
@@ -223,7 +229,9 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """A sink gets outputs at the end of the event loop's iteration, so it gets those of several steps together."""
+        """Take an output. If there is a sink, it gets the output at the end of this iteration of the event loop,
+        together with other outputs that arrive until then.
+        """
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:

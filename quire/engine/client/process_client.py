@@ -47,7 +47,9 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """With empty `cores`, the engine may run on any core. `environment` is added to this process's."""
+        """`cores`: the cores on which the engine may run; empty for any. `environment` is added to the environment
+        variables of this process.
+        """
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -68,7 +70,7 @@ class ProcessClient(ExclusiveClient):
         self._content = ""
         self._change: Change | None = None
         self._wakes = asyncio.Event()
-        """Set if a change needs a process while the engine sleeps and its process has ended."""
+        """Set when a change of the weights needs a process, but the engine sleeps and its process has ended."""
         self._ending = False
         """True if the process was asked to end because the engine sleeps."""
         self._calls = UtilityCalls(self._send_call)
@@ -161,7 +163,7 @@ class ProcessClient(ExclusiveClient):
         except BaseException:
             await self.stop()
             raise
-        # A rebuilt engine gets the same context length and number of KV blocks, however much memory is free then.
+        # A rebuilt engine gets the same context length and number of KV blocks, however much memory is free by then.
         self._fitted, self._content = capacity_settings_from_info(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
@@ -191,8 +193,8 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Removes and returns the requests that the engine does not have. Suspects stay until a new engine has cleared
-        them, so that they cannot end another engine.
+        """Removes and returns the waiting requests, so that other engines can compute them. Suspects stay until a new
+        engine has cleared them, so that they cannot end another engine.
         """
         return self._replay.take_unsuspected()
 
@@ -244,8 +246,9 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError for a refused
-        configuration, EngineError with the last lines of standard error. Starts killed from outside do not count.
+        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError if the engine refuses
+        its configuration, otherwise EngineError with the last lines of standard error. Processes killed from outside do
+        not count as failures.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -294,7 +297,9 @@ class ProcessClient(ExclusiveClient):
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Serves and replaces processes. Raises an error if too many processes in a row fail."""
+        """Serves a process until it ends, then replaces it, and so on. Raises an error if too many processes in a row
+        fail.
+        """
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -390,7 +395,7 @@ class ProcessClient(ExclusiveClient):
         self.stats = stats if self._earlier_stats is None else stats.add_earlier(self._earlier_stats)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """Finishes the change. The engine has the new weights or, after a failure, the old ones."""
+        """Finishes the change. The engine now has the new weights or, if the result is an error, still the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content

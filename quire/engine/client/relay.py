@@ -55,7 +55,7 @@ class RelayReader:
     ) -> None:
         self.ids: Sequence[str] = [request.id for request in requests]
         self.tenant = requests[0].tenant
-        self.call = ""  # only the API process needs it
+        self.call = ""  # only the API process needs the call's id
         self.submitted_at = clock.monotonic()
         self.channel = channel
         self._stats = stats

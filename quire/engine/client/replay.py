@@ -1,10 +1,12 @@
 """Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, the next engine gets its requests: they are replayed. If the engine itself was at fault,
+When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
 requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
-first, without other requests, then half of that half, finally a single one. Some tokens or an end clear a suspect. A
-request that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes no suspects
-and clears none. Uses no clock and no I/O.
+first, without other requests, then half of that half, finally a single one. A suspect is cleared when it gets some
+tokens or ends. A request that repeatedly ends an engine in which it is alone is given up. If a process was ended from
+outside, no request becomes a suspect and no suspect is cleared.
+
+Uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Remove and return the requests that another engine may get."""
+        """Remove and return the waiting requests, which another engine may get because they are not suspects."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 

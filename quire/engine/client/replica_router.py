@@ -41,10 +41,10 @@ class Router:
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Chooses a replica and counts the request as open there. The replica with the longest cached prefix is chosen,
-        unless its excess of open requests over the least loaded replica exceeds its excess of cached pieces, or
-        MOST_AHEAD. Requests and pieces are comparable, because a request in the batch costs about as much as computing
-        a piece.
+        """Chooses a replica among `among` and counts the request as open there. Usually this is the replica that has
+        cached most of the prompt's pieces. But if it has more open requests than the least loaded replica, the least
+        loaded one is chosen as soon as the difference exceeds MOST_AHEAD or the difference in cached pieces. Requests
+        and pieces are comparable, because a request in the batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))

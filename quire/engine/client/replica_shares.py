@@ -14,7 +14,9 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Cores of each replica's NUMA nodes; empty sets, which mean any core, on a machine with one node."""
+    """Return the cores of each replica's NUMA nodes. With a single replica or a single node, return empty sets, which
+    mean any core.
+    """
     return node_cores(count, allowed_cores()) or [set()] * count
 
 

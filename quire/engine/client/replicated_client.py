@@ -53,7 +53,7 @@ class ReplicatedClient(ExclusiveClient):
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
         self._unplaced: dict[str, None] = {}
-        """Open requests that no replica has, in order."""
+        """Open requests that no replica has, in order of submission."""
         self._started = False
 
     @property
@@ -123,7 +123,9 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeats a change that failed only on this replica, once the replica is back, or gives the replica up."""
+        """Repeats a change that succeeded on another replica until it succeeds on this one too, waiting whenever this
+        replica restarts. If the change itself is refused, gives the replica up.
+        """
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -198,7 +200,7 @@ class ReplicatedClient(ExclusiveClient):
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Moves all requests of the replica, except suspects, to other replicas."""
+        """Moves the replica's requests to other replicas. Suspects stay."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -211,7 +213,7 @@ class ReplicatedClient(ExclusiveClient):
             staying,
         )
 
-    # RequestOwner
+    # Methods of RequestOwner
 
     def request(self, request_id: str) -> EngineCoreRequest:
         return self.owner.request(request_id)
@@ -220,7 +222,7 @@ class ReplicatedClient(ExclusiveClient):
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_place(output.id)
-        if not self.asleep:  # replicas' versions differ during a change; streams report each output's
+        if not self.asleep:  # during a change, replicas have different versions
             self.weights_version = self._replicas[engine].weights_version
         self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)

@@ -130,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Returns the answers of other API processes, or of the process `to`, without late ones. Raises EngineError if
-        the leader is asked and has no answer.
+        """Asks the other API processes, or only the process `to`, and returns their answers. Answers that come too late
+        are left out. Raises EngineError if `to` is LEADER and the leader has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -164,13 +164,13 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def snapshot(self) -> EngineView | None:
         try:
             return await self._calls.begin(LeaderMethods.take_snapshot)
-        except QuireError:  # the leader is gone
+        except QuireError:  # the leader has ended
             return None
 
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
         try:
             return await self._calls.begin(LeaderMethods.get_block_table, request_id)
-        except QuireError:  # the leader has gone
+        except QuireError:  # the leader has ended
             return None
 
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -229,7 +229,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def _answer(self, call: UtilityCall) -> None:
         self._write(await run_call_in_task(ApiProcessMethods, self, call))
 
-    # ApiProcessMethods
+    # Methods of ApiProcessMethods
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
         return await self.answering.answer(topic, body)

@@ -25,7 +25,7 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""A receiver that takes this much longer than the group's timeout is considered hung."""
+"""If a call takes this much longer than the group's timeout, the receiver is considered hung."""
 _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 

@@ -21,7 +21,8 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""Open requests: "keep" continues them with the new weights, "wait" lets them finish first, "abort" ends them at once.
+"""What happens to open requests: "keep" continues them with the new weights, "wait" lets them finish first, "abort"
+ends them at once.
 """
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
@@ -57,9 +58,10 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Releases weights and KV cache until `wake_up`. If the engine is already asleep, only sets `refuse`. With
-        `level` 1 the engine's process stays and wakes soon; with 2 it ends, which frees all memory. With `refuse`, new
-        requests fail instead of waiting. Raises EngineError if the engine cannot be reached.
+        """Releases weights and KV cache until `wake_up` or `update`. If the engine is already asleep, only sets
+        `refuse`. With `level` 1 the engine's process stays, so that it wakes soon. With 2 the process ends, which frees
+        all memory. With `refuse`, new requests fail instead of waiting. Raises InvalidRequest for an unknown level or
+        mode, Overloaded while an engine process is being replaced, and EngineError if the engine is gone.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -74,7 +76,9 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Raises ConfigError, and the engine stays asleep, if the weights or the memory for them are unavailable."""
+        """Loads the weights again if the engine sleeps. Raises ConfigError if the weights or the memory for them are
+        unavailable; the engine then stays asleep.
+        """
 
         async def wake() -> None:
             if self._engine_core.asleep:
