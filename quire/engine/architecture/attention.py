@@ -30,16 +30,14 @@ class AttentionLayerSpec(SublayerSpec):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """Kinds as in QKNormRopeParams.norm_kind, and "unit", which means "after" without weights. None means no norms."""
+    """See QKNormRopeParams.norm_kind. "unit" is "after" without weights. None means no norms."""
     query_scaling: QueryScaling | None = None
     """If None, llama_4_scaling_beta in `rope` may define the scaling."""
     alibi: float | None = None
     """This factor multiplies all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """If True, attention's outputs are multiplied by the sigmoid of a gate. A linear computes the gate from the same
-    input as the queries.
-    """
+    """Outputs are multiplied by the sigmoid of a gate, which a linear computes from attention's input."""
     head_gates: bool = False
     output_norm: bool = False
     mrope_axes: tuple[int, ...] | None = None
@@ -51,7 +49,7 @@ class AttentionLayerSpec(SublayerSpec):
     lookahead: int | None = 0
     """Later keys that a query sees; None for all."""
     uses_bidirectional_spans: bool = True
-    """If True, the tokens of an image attend to each other in steps with bidirectional_spans."""
+    """In steps with bidirectional_spans, image tokens see each other."""
     kv_source_layer: int | None = None
     """Layer whose keys and values are read; None for its own."""
 

@@ -50,12 +50,12 @@ class DecoderSpec:
     logit_softcap: float | None = None
     """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) of the linears of a transformers class that LoRA adapters may change. None for Quire's families, for
-    which engine/lora/target_modules.py determines them.
+    """(in, out) of the linears that LoRA may change in a transformers class. If None, see
+    engine/lora/target_modules.py.
     """
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Return the shapes of all parameters. A tied head is left out."""
+        """Excludes a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -76,7 +76,7 @@ class DecoderSpec:
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Number of parameters in token and position tables, which a step looks up instead of multiplying with them."""
+        """Count parameters of token and position tables, which a step only looks up."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -138,7 +138,7 @@ class DecoderSpec:
 
     @property
     def has_sparse_attention(self) -> bool:
-        """True if an indexer chooses the tokens that a query attends to, as in DeepSeek-V3.2."""
+        """True if an indexer chooses tokens, as in DeepSeek-V3.2."""
         return any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec))
 
     @property

@@ -52,7 +52,7 @@ class EagleSpec:
     draft_vocab_size: int | None = None
     """Size of EAGLE-3's own vocabulary of draft tokens. If None, the decoder's head is used."""
     has_token_map: bool = False
-    """True if the draft head's token ids differ from the decoder's, so that a table maps them."""
+    """The draft head's token ids differ from the decoder's, so a table maps them."""
 
     @property
     def layers_by_name(self) -> dict[str, LayerSpec]:

@@ -31,9 +31,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """Two names if gate and up are separate tensors, otherwise the name of one tensor that contains both or, in an
-    ungated MLP, only up.
-    """
+    """Names of gate and up, or of one tensor with both, or with `up` alone if the MLP has no gate."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -60,7 +58,7 @@ class EncoderSpec:
     windows: tuple[int | None, ...]
     """Per layer: keys that a query sees on each side; None for all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """Returns the layers of a classifier head for a hidden size and a number of labels."""
+    """Called with the hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
     """Rows of the position table; 0 without one."""
@@ -77,7 +75,7 @@ class EncoderSpec:
     gated: bool = False
     """The MLP is gated (Shazeer, 2020)."""
     gate_last: bool = False
-    """True if the fused tensor has the rows of `up` first and those of the gate last."""
+    """In the fused tensor, the gate's rows follow those of `up`."""
     pre_norm: bool = False
     """Norms precede sublayers. The first attention has one only if has_first_layer_norm."""
     has_first_layer_norm: bool = False

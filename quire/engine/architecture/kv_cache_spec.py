@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 16
-"""Number of tokens per prefix cache hash, if blocks have more. A cached prefix may end after any such piece of a block.
-"""
+"""Number of tokens per hash in larger blocks. A cached prefix may end after any such piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class PagedState:
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """The state of a short convolution. A sequence's slot holds the last columns of its input. KV blocks hold the
-    columns at the end of every PIECE tokens, so that other sequences can continue there.
+    """A sequence's slot holds a convolution's last columns. KV blocks hold the columns at the end of every PIECE
+    tokens, so that other sequences can continue there.
     """
 
     channels: int
@@ -45,17 +44,16 @@ class PagedColumnState:
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Return the bytes of a slot with room for `drafts` draft tokens, which have columns of their own because they
-        may be rejected. `width` is bytes per element.
+        """Return a slot's bytes. Draft tokens have their own columns, because they may be rejected. `width` is bytes
+        per element.
         """
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """The state of a recurrent layer. A sequence's slot holds the last columns of a convolution's input, and a matrix
-    per head. Until draft tokens are accepted, it also holds the inputs that they would add to the state. This state is
-    too large for KV blocks, so a cached prefix needs a snapshot.
+    """A sequence's slot holds a convolution's last columns, a matrix per head, and the inputs of draft tokens until
+    they are accepted. This state is too large for KV blocks, so a cached prefix needs a snapshot.
     """
 
     channels: int
@@ -72,9 +70,7 @@ class MatrixState:
         return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Return the bytes of a slot with room for `drafts` draft tokens. Matrices are float32. `width` is bytes per
-        other element.
-        """
+        """Return a slot's bytes. Matrices are float32. `width` is bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices

@@ -27,9 +27,7 @@ class IndexerSpec:
     """`MLALayerSpec.rope` rotates the first `qk_rope_head_dim` elements."""
     top_k: int
     is_interleaved: bool
-    """If True, RoPE pairs neighboring elements. Otherwise it pairs i with i + R/2, where R is the number of rotated
-    elements.
-    """
+    """RoPE pairs neighbors. If False, it pairs i and i + R/2 of R rotated elements."""
     key_norm: NormSpec
 
     def parameter_shapes(self, prefix: str, hidden_size: int, q_lora_rank: int) -> ParameterShapes:
@@ -44,7 +42,7 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Number of elements of a key or query that RoPE rotates. If `rope` is None, they are not rotated."""
+    """Elements of keys and queries that are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None

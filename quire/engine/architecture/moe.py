@@ -54,14 +54,14 @@ class MoELayerSpec(SublayerSpec):
     correction: str | None = None
     """Name of a bias that affects only the choice of experts."""
     correction_row: bool = False
-    """If True, checkpoints store `correction` as [1, experts] instead of [experts]."""
+    """`correction` is stored as [1, experts]."""
     bias: bool = False
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
     """If False, all experts use squared ReLU."""
     shares_norm: bool = False
     parallel: bool = False
-    """If True, the experts read the same input as the previous sublayer, and both outputs are added to the stream."""
+    """Experts read the previous sublayer's input, and both sublayers' outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
     """If True, gates use GELU with tanh, otherwise SiLU."""
@@ -71,7 +71,7 @@ class MoELayerSpec(SublayerSpec):
     """
     expert_scales: str | None = None
     is_expert_parallel: bool = False
-    """If True, each rank computes some of the experts. Otherwise each rank computes a part of every expert."""
+    """Ranks divide the experts. If False, they divide each expert's linears."""
     name: str = "mlp"
     """Module with router and linears; "" for the layer itself."""
     router: str = "gate"

@@ -145,7 +145,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Where each group is normalized: after the gate ("behind"), before it, or not at all (None)."""
+    """Normalizes each group after ("behind") or before the gate. None means no norm."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
@@ -189,8 +189,7 @@ class MambaLayerSpec(MatrixStateSpec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Kind of the norms of b, c, and the input of dt's projection: "plain" norms have no weights. None means no norms.
-    """
+    """Norms of b, c, and the input of dt's projection; None for none. "plain" norms have no weights."""
     inner_eps: float = 1e-6
 
     @property

@@ -20,9 +20,8 @@ def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axis of each frequency: 0 time, 1 rows, 2 columns (Wang et al., 2024). If `interleaved` is empty, each
-    axis has consecutive frequencies. Otherwise the axes alternate, and `interleaved` has the default number of
-    frequencies per axis. Raises ModelError.
+    """Return each frequency's axis: 0 time, 1 rows, 2 columns (Wang et al., 2024). Axes have consecutive frequencies if
+    `interleaved` is empty. Otherwise they alternate, and `interleaved` has their default sizes. Raises ModelError.
     """
     count = rotated_size(rope, head_dim) // 2
     sections = rope.get("mrope_section") or interleaved

@@ -34,7 +34,7 @@ class SharedTransformerSpec(SublayerSpec):
     use_index: int
     adapter_rank: int
     adapts_attention: bool
-    """True if not only the MLP but also the projections of Q, K and V have low-rank linears per use."""
+    """Not only the MLP but also Q, K and V have low-rank linears."""
 
     @property
     def kv_cache_spec(self) -> PagedState:
@@ -90,12 +90,12 @@ class SharedTransformerSpec(SublayerSpec):
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """Return the name under which this use's two low-rank linears are stored, as .0 and .1."""
+        """Return the prefix of this use's low-rank linears .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """Name under which this use's low-rank linears are stored, as .0, .1.gate and .1.up."""
+        """Prefix of this use's low-rank linears .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:

@@ -21,9 +21,7 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """A learned number by which the residual stream is multiplied, including the sublayer output that is not yet added
-    to it.
-    """
+    """A learned number multiplies the residual stream and the sublayer output not yet added to it."""
 
     scalar_name: str
 

@@ -28,7 +28,7 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """Return how many expert parameters a step of `tokens` tokens reads, if all experts are chosen equally often."""
+        """Return the expert parameters that a step of `tokens` reads if all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
@@ -83,5 +83,5 @@ class SublayerSpec:
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """Return an error if `size` is not a multiple of `ranks`, otherwise None."""
+    """None if `size` is a multiple of `ranks`."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

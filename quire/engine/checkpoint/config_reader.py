@@ -50,7 +50,9 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text model's fields. Its own object, such as text_config, overrides outer fields."""
+    """Return the text model's fields. Fields in its own object, such as text_config, override outer ones, except an
+    encoder's outer_fields.
+    """
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -75,7 +77,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """If False, transformers' class computes the model. It also computes encoders whose config.json sets is_decoder."""
+    """False if transformers' class computes the model, as it does for encoders whose config.json sets is_decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -88,7 +90,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """Return None if supported."""
+    """Return why the model is not served; None if it is."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -102,7 +104,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Return all reasons. The caller must have checked the fields' types."""
+    """Return all reasons; [] if the model is served. The caller must have checked the fields' types."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -118,7 +120,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """Raises ModelError if `impl` requires a missing family."""
+    """True if transformers' class computes the model. Raises ModelError if `impl` requires a missing family."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -134,8 +136,8 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """True if nearly all matrices are quantized. float32 with a bfloat16 KV cache then takes as little memory as
-    bfloat16 (docs/guides/quantization.md).
+    """True for GGUF files with nearly all matrices quantized. With float32 activations and a bfloat16 KV cache, CPUs
+    then need as little memory as with bfloat16 (docs/guides/quantization.md).
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 

@@ -84,7 +84,7 @@ def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
 
 
 def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
-    """Falls back to the cache. Raises the client's errors."""
+    """Lists the cache if the hub is unreachable. Raises the client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 
@@ -168,7 +168,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """Return True even if some weights are missing, except for names of GGUF models."""
+    """True if any weight file is cached or, for a GGUF model, all its files."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)
@@ -176,8 +176,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
-    """Return the folder of `config_files`, some of which may be missing. For a GGUF model, fetch only headers into
-    sparse files of full size, and return the first file. Raises ModelError.
+    """Download `config_files`, and return their folder; missing files are ignored. For a GGUF model, download only
+    headers into sparse files of full size in `target_dir`, and return the first file. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):

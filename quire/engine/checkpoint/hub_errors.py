@@ -58,7 +58,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """Return None if the hub did not refuse."""
+    """Return None if the hub gave no answer."""
     from huggingface_hub import errors, get_token
 
     token = get_token()

@@ -46,7 +46,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Return the setting that makes sliding-window layers keep all tokens."""
+    """Return a setting that makes sliding-window layers keep all tokens, or None."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # tiers keep blocks of all layers
         if getattr(config, key):
             return key
@@ -54,7 +54,7 @@ def setting_requiring_full_kv(config: EngineConfig) -> str | None:
 
 
 def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Applies only settings that change the generated tokens."""
+    """Applies only settings that change the generated tokens: disable_sliding_window and RoPE's context."""
     model = _limit_context_to_window(model, config)
     hf_config = model.transformers_config
     text_fields = model.raw if hf_config is None else extract_text_config(hf_config)
@@ -141,7 +141,9 @@ def build_kv_cache_groups(
 
 
 def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: int, block_size: int) -> int | None:
-    """Returns the largest size that needs the least memory, or None if one group for all layers needs as little."""
+    """Returns the layers per block that need the least memory, the most of equals, or None if one group for all layers
+    needs as little.
+    """
     lowest_cost, layers_per_block = layers_by_window.total() * max_blocks, None
     for size in range(1, max(layers_by_window.values()) + 1):
         groups = {window: -(-count // size) for window, count in layers_by_window.items()}
@@ -155,7 +157,7 @@ def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: 
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """`groups` has only layers with their own KV blocks. `kv_source_layers` has the layer that each layer reads, or
+    """Add layers without their own KV blocks to `groups`. `kv_source_layers` has the layer that each layer reads, or
     None.
     """
     group_of_layer = list[int]()
@@ -199,7 +201,7 @@ def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks:
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """Computes a sequence's blocks, for steps of up to `max_chunk_tokens`."""
+    """Computes how many blocks a sequence needs, with steps of up to `max_chunk_tokens`."""
 
     windows: tuple[int | None, ...]
     block_size: int

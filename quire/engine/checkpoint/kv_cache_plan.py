@@ -21,23 +21,23 @@ QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
 """Bytes of scales per head and token, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
-"""Limit, because the machine needs other memory too."""
+"""Default limit, because the machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""The setting state_memory overrides this."""
+"""Default limit, which the setting state_memory overrides."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
-"""Assumed for bookkeeping if layers store nothing in blocks."""
+"""Bytes assumed per block, for bookkeeping, if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 MIXED_GRAPH_DECODE_SIZES = (8, 32, 64, 128, 256)
 MIXED_GRAPH_PREFILL_SIZES = (32, 64, 128, 192, 256, 384, 520, 640, 768, 1024)
-"""Padding costs GPU time in proportion, so large sizes are close to each other. 520 fits a prompt of 512 tokens. Larger
-steps need no graphs, because the GPU then takes longer than the host's launches (14 to 18 ms for 32 layers on an H100's
-host), even for small models.
+"""Numbers of prefill tokens with graphs. Padding costs GPU time in proportion, so large sizes are close to each other.
+520 fits a prompt of 512 tokens. Larger steps need no graphs, because the GPU then takes longer than the host's launches
+(14 to 18 ms for 32 layers on an H100's host), even for small models.
 """
 MAX_MIXED_GRAPHS = 32
-"""When there are as many, a new graph replaces the least recently used one."""
+"""Maximum number of captured mixed-batch graphs. Beyond it, a new graph replaces the least recently used one."""
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
 """This is an unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
@@ -57,7 +57,7 @@ def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
-    """Return one per step, plus two per layer, or four with context parallelism."""
+    """Return 0 for one rank, otherwise one per step, plus two per layer, or four with context parallelism."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 
@@ -101,7 +101,7 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside blocks. An extra slot receives results that belong to no sequence."""
+    """Slots for states outside KV blocks. An extra slot receives results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
@@ -121,8 +121,9 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """By default, GPUs get slots for max_num_seqs sequences and as many snapshots, up to a third of `available` bytes.
-    CPUs get half of `available`, up to 2 GiB. With prefix caching, at least half is for snapshots. Raises ConfigError.
+    """By default, GPUs get slots for max_num_seqs sequences and, with prefix caching, as many snapshots, up to a third
+    of `available` bytes. CPUs get half of `available`, up to 2 GiB. With prefix caching, about half of the slots or
+    more, at most _MAX_SNAPSHOT_SLOTS, are for snapshots. Raises ConfigError if no slot fits.
     """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
@@ -144,7 +145,7 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """By default the embedding is quantized if the model is."""
+    """Return `quantize_embedding` or, if it is None, whether the model is quantized."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 
@@ -157,7 +158,7 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Returns bytes."""
+    """Returns the default in bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
@@ -185,7 +186,7 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
-    """Return "" without windows."""
+    """Return "" if no layer has a window."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -277,7 +278,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Return "" without states outside blocks."""
+    """Return "" if all states are in blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -285,7 +286,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """Return bytes; None without the key or /proc/meminfo."""
+    """Return bytes; None if the key or /proc/meminfo is missing."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -294,7 +295,7 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Returns 8 GiB if unknown."""
+    """Returns bytes; 8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
@@ -343,7 +344,7 @@ def _free_cgroup_bytes() -> int | None:
 
 
 def _read_cgroup_bytes(name: str) -> int | None:
-    """Reads control groups v2. None if missing or unlimited."""
+    """Reads control groups v2. None if the file is missing or names no limit."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):

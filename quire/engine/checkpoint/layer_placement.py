@@ -41,7 +41,9 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """Return the fewest layers to stream. Raises ValueError if the slots alone do not fit."""
+    """Return as few evenly spaced layers to stream as possible. Raises ValueError if the slots for streamed layers
+    alone do not fit.
+    """
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -55,7 +57,9 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """Return the most layers that fit into `offload_bytes`. Raises ValueError if this saves no memory."""
+    """Return as many evenly spaced layers as fit into `offload_bytes`. Raises ValueError if this saves no device
+    memory.
+    """
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

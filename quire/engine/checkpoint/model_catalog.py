@@ -43,7 +43,7 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """Ignores case."""
+    """Ignores case. None for unknown names."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 

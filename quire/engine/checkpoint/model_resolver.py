@@ -77,14 +77,14 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
-    """Raises ModelError for an invalid name."""
+    """True if `name` is a hub model that is not cached. Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Raises ModelError, for unsupported models before large downloads."""
+    """Get the hub's current version. Raises ModelError, for an unsupported model before its weights are downloaded."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -111,7 +111,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """The setting `weights` must be a local path. Raises ModelError."""
+    """Return the files of the setting `weights`, a local path, or else the model's. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)

@@ -48,11 +48,13 @@ _PER_LAYER_FIELDS = (
 class MTPTensorNames:
     num_main_layers: int
     has_mtp_prefix: bool
-    """Otherwise the layer's index is num_main_layers."""
+    """Names begin with `mtp.`. If False, the layer's index is num_main_layers."""
     num_sublayers: int = 1
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
-        """None for other tensors and for copies of the model's. GGUF names refer to layer 0."""
+        """Return the name in the separate MTP model; None for other tensors and for copies of the main model's. GGUF
+        names refer to layer 0.
+        """
         layer_match = _LAYER_TENSOR_PATTERN.fullmatch(checkpoint_name)
         if layer_match is None:
             module, _, parameter = checkpoint_name.removeprefix(MTP_PREFIX).rpartition(".")
@@ -78,7 +80,7 @@ class MTPTensorNames:
 
 
 def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
-    """Raises ModelError without MTP layers."""
+    """Raises ModelError if the checkpoint has no MTP layers."""
     names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if mtp_tensors := [name for name in names if name.startswith(MTP_PREFIX)]:
         output_norms = [
@@ -112,7 +114,9 @@ def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """Like the model's last layer, with full attention. Nemotron 3 lists its types."""
+    """Return the MTP model's config: the main model's last layer with full attention, or the layer types that Nemotron
+    3 lists.
+    """
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

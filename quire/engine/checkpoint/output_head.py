@@ -15,13 +15,13 @@ _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, and first and end byte in the file."""
+"""File, dtype, first byte, and the byte after the last."""
 
 
 def correct_tie_word_embeddings(
     config: dict[str, Any], text_config: Mapping[str, Any], weights: Path
 ) -> dict[str, Any]:
-    """Correct config.json if the weights have an untied head, as in transformers (`tie_weights`)."""
+    """Set tie_word_embeddings to false if the weights have an untied head, as in transformers (`tie_weights`)."""
     if (
         text_config.get(_TIE_FIELD) is False
         or not weights.is_dir()
@@ -33,7 +33,7 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """A copy of the embedding counts as tied. Return False for broken weights, which the loader reports."""
+    """False if the head is a copy of the embedding. Also False for broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
@@ -50,7 +50,9 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """Return both modules' tensors, such as weight and bias, by the last part of their names. Raises ModelError."""
+    """Return the tensors of head and embedding, such as weight and bias, by the last part of their names. Raises
+    ModelError.
+    """
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):

@@ -177,7 +177,9 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """If `is_dummy`, weights are not checked for a head."""
+    """False without an output head, and for encoders and classifiers. If `is_dummy`, weights are not checked for a
+    head.
+    """
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
@@ -218,7 +220,7 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
-    """Return labels in the order of scores. Raises ModelError."""
+    """Return the classifier's labels in the order of its scores. Raises ModelError."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:

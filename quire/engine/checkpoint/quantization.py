@@ -43,14 +43,14 @@ class WeightFormat:
     group_size: int = 0
     """Inputs per scale; 0 for all."""
     zero_point_offset: int = 0
-    """This is added to stored zero points. GPTQ's first version stores one less."""
+    """Number to add to stored zero points: 1 for GPTQ's first version, which stores them minus one."""
     is_symmetric: bool = True
     scale_strategy: str = "channel"
     """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group means 4-bit groups, with
     another scale per tensor.
     """
     block_shape: tuple[int, int] = (0, 0)
-    """(outputs, inputs) of a block, for strategy block."""
+    """(outputs, inputs) of a block, if scale_strategy is "block"."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
     """Scales are powers of two, stored as exponents (e8m0)."""
@@ -124,8 +124,8 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """If True, 16- and 32-bit weights are unquantized even if no pattern says so, as in files of ModelOpt before
-        0.39.
+        """True if weights stored with 16 or 32 bits are unquantized even if no pattern in `ignored` matches them, as in
+        files of ModelOpt before 0.39.
         """
         return self.method == "modelopt"
 
@@ -202,7 +202,7 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
-    """None if supported."""
+    """Return None if the quantization is supported."""
     if config and is_encoder:
         return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
@@ -331,7 +331,7 @@ def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
 
 
 def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
-    """Return FP8, or "" if the KV cache is unquantized."""
+    """Return the algorithm of the KV cache: FP8, or "" if it is unquantized."""
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         kind = scheme.get("type"), scheme.get("num_bits")
@@ -382,7 +382,7 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """-1 means one group of all inputs."""
+    """Return 0 for one group of all inputs, for which files have -1."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

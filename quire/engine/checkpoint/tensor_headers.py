@@ -41,7 +41,7 @@ _VISION_NAME_PARTS = (
     "image_newline",
 )
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Also matches GGUF's and Granite's names."""
+"""Matches the experts' tensors, also by GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -85,15 +85,15 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Drops optional prefixes. Returns None for tensors outside image towers."""
+    """Return the name without optional prefixes; None for tensors outside image towers."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Returned files need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder.
-    Symbolic links may lead anywhere.
+    """The returned files need not exist. Raises ModelError for an invalid index, or for a path outside the model's
+    folder. Symbolic links may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
@@ -160,7 +160,7 @@ def read_tensor_headers(
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
-    """Return None without the file. Raises ModelError."""
+    """Return None if there is no file. Raises ModelError."""
     tensors = _read_shard_header(file)
     if tensors is None:
         return None
@@ -168,7 +168,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Return, by name: dtype, first and end byte in the file. Raises ModelError."""
+    """Return, by name: dtype, first byte, and the byte after the last. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -203,7 +203,7 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """Return None without the file. A safetensors file starts with the header's length in eight little-endian bytes,
+    """Return None if there is no file. A safetensors file starts with the header's length in eight little-endian bytes,
     then has JSON.
     """
     if is_pickled(shard):

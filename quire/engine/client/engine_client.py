@@ -46,7 +46,7 @@ class _Entry:
     reader: Reader
     emitted: list[int]
     number: int = 0
-    """Number of the request in the log of durable requests; 0 if the request is not durable."""
+    """Number of the request in the log; 0 if it is not durable."""
     cached_tokens: int | None = None
     """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
     finds another number of cached tokens.
@@ -129,8 +129,8 @@ class EngineClient:
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
         """Submits requests of one tenant, with new ids, for the API call `call`. If `requests` is empty, the stream
-        ends at once. `emitted` has each request's tokens so far, and new tokens are appended to its lists. Raises the
-        client's `failure` if the engine has ended for good.
+        ends at once. `emitted` has each request's tokens so far, and new tokens are appended to its lists. Raises
+        `failure` if it is set.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -159,8 +159,8 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, persist_tokens: PersistTokens) -> None:
-        """Makes an open request durable: from now on `persist_tokens` stores its tokens, except those of its last
-        output. All requests share one log. `number` is the request's number in the log.
+        """Logs the tokens of an open request, except those of its last output, through `persist_tokens`. All requests
+        share one log.
         """
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._persist_tokens = number, persist_tokens
@@ -200,8 +200,8 @@ class EngineClient:
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
         """Ends a request, or all requests of a call, for someone other than the reader. The reader gets finish_reason
-        "abort". If `tenant` is not None, only this tenant's requests match. Returns the number of requests that were
-        ended or, if no matching request was open, the number of matching calls.
+        "abort". If `tenant` is None, any tenant matches. Returns how many requests ended or, if none was open, how many
+        calls matched.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -299,7 +299,7 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """Runs the due callbacks of all streams in one event-loop callback, which costs less than one for each stream."""
+        """Runs due callbacks together, because one event-loop callback costs less than one for each stream."""
         due, self._due = self._due, []
         for hand_on in due:
             try:

@@ -149,7 +149,7 @@ class ExclusiveClient(EngineCoreClient):
 
     @abstractmethod
     async def rest(self, level: int) -> None:
-        """Release weights and KV cache, and set `asleep`. `level` is as in Weights.sleep."""
+        """Release weights and KV cache, and set `asleep`."""
 
     @abstractmethod
     async def check(self, weights: str) -> None:

@@ -45,14 +45,14 @@ _INSPECT_SECONDS = 1.0
 
 
 class KilledDuringStart(EngineError):
-    """The process was killed from outside before its engine was ready."""
+    """The process was killed from outside."""
 
 
 class EngineProcess:
     """An engine process, which the constructor starts. Call `connect()` before sending or receiving. The process's
-    standard error is copied to that of this process, and its last lines are stored. `on_begun` is called with the ids
-    of requests that the engine begins to compute for the first time. Raises OSError if no process can be started,
-    EngineError if the folder of its socket cannot be created.
+    standard error is copied to ours, and its last lines are stored. `on_begun` gets ids of requests that the engine
+    computes for the first time. Raises OSError if no process can be started, EngineError if the socket's folder cannot
+    be created.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -279,9 +279,7 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Return environment variables with settings that libraries read when they are loaded. The user's own variables
-    take precedence.
-    """
+    """Environment variables for libraries, which read them when loaded. The user's values win."""
     # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
     # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}

@@ -17,7 +17,7 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of the question by which the leader collects counts that must outlive the API processes."""
+"""Topic under which API processes report counts that outlive them."""
 LEADER = ""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
@@ -32,7 +32,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Outputs of a step, or of requests that ended without one because they were refused or aborted."""
+    """Outputs of a step, or of aborted and refused requests."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats

@@ -15,12 +15,10 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Maximum number of unread tokens in a stream, which take about 20 MB. If log probabilities are requested, each
-reported alternative counts as a token.
-"""
+"""Maximum number of unread tokens in a stream, about 20 MB. Each reported alternative counts as a token."""
 
 Versions = list[tuple[str, int]]
-"""(weights version, number of tokens that it computed), in the order in which the versions were used."""
+"""(version, number of tokens that it computed), in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
@@ -71,9 +69,7 @@ class OutputSource(ABC):
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
-        """Start to record which weights versions compute the tokens. Return the record, keyed by request id; every new
-        token is added to it.
-        """
+        """Start to record weights versions. Returns the record, by request id; it grows with every token."""
 
     def __aiter__(self) -> OutputSource:
         return self
@@ -229,9 +225,7 @@ class OutputStream(OutputSource):
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. If there is a sink, it gets the output at the end of this iteration of the event loop,
-        together with other outputs that arrive until then.
-        """
+        """A sink gets the output at the end of the event loop's iteration, together with outputs of other steps."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:

@@ -47,9 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`cores`: the cores on which the engine may run; empty for any. `environment` is added to the environment
-        variables of this process.
-        """
+        """With empty `cores`, the engine may run on any core. `environment` is added to this process's."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -246,9 +244,8 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError if the engine refuses
-        its configuration, otherwise EngineError with the last lines of standard error. Processes killed from outside do
-        not count as failures.
+        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError for a refused
+        configuration, EngineError with the last lines of standard error. Starts killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -297,9 +294,7 @@ class ProcessClient(ExclusiveClient):
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Serves a process until it ends, then replaces it, and so on. Raises an error if too many processes in a row
-        fail.
-        """
+        """Serves and replaces processes. Raises an error if too many processes in a row fail."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -395,7 +390,7 @@ class ProcessClient(ExclusiveClient):
         self.stats = stats if self._earlier_stats is None else stats.add_earlier(self._earlier_stats)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """Finishes the change. The engine now has the new weights or, if the result is an error, still the old ones."""
+        """Finishes the change. The engine has the new weights or, after a failure, the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content

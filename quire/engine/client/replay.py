@@ -2,9 +2,9 @@
 
 When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
 requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
-first, without other requests, then half of that half, finally a single one. A suspect is cleared when it gets some
-tokens or ends. A request that repeatedly ends an engine in which it is alone is given up. If a process was ended from
-outside, no request becomes a suspect and no suspect is cleared.
+first, without other requests, then half of that half, finally a single one. A suspect is cleared by some tokens, or by
+its end. A request that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes
+no suspects and clears none.
 
 Uses no clock and no I/O.
 """
@@ -89,7 +89,7 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Remove and return the waiting requests, which another engine may get because they are not suspects."""
+        """Remove and return the unsuspected requests, which another engine may get."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 

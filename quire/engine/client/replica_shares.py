@@ -14,9 +14,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Return the cores of each replica's NUMA nodes. With a single replica or a single node, return empty sets, which
-    mean any core.
-    """
+    """Cores of each replica's NUMA nodes; empty sets, which mean any core, for a single node or replica."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 

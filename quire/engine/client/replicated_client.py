@@ -123,8 +123,8 @@ class ReplicatedClient(ExclusiveClient):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Repeats a change that succeeded on another replica until it succeeds on this one too, waiting whenever this
-        replica restarts. If the change itself is refused, gives the replica up.
+        """Repeats a change that other replicas completed, once this replica is back. Gives the replica up if it refuses
+        the change.
         """
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)

@@ -14,8 +14,8 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord, add_counts, count_sources
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""The engine's phases, and three that only the client sees: a repeated prefill ("recompute"), waiting for an engine
-after a crash, sleep or weight change ("recovering"), and waiting for the delivery of the last output ("delivery").
+"""The client adds to the engine's phases a repeated prefill; waiting for an engine after a crash, sleep or weight
+change; and waiting for the delivery of the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000

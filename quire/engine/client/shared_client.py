@@ -130,8 +130,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Asks the other API processes, or only the process `to`, and returns their answers. Answers that come too late
-        are left out. Raises EngineError if `to` is LEADER and the leader has no answer.
+        """Returns the answers of other API processes, or only of the process `to`. Late answers are missing. Raises
+        EngineError if `to` is LEADER and it has no answer.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:

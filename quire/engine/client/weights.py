@@ -59,9 +59,9 @@ class Weights:
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """Releases weights and KV cache until `wake_up` or `update`. If the engine is already asleep, only sets
-        `refuse`. With `level` 1 the engine's process stays, so that it wakes soon. With 2 the process ends, which frees
-        all memory. With `refuse`, new requests fail instead of waiting. Raises InvalidRequest for an unknown level or
-        mode, Overloaded while an engine process is being replaced, and EngineError if the engine is gone.
+        `refuse`. With `level` 1 the engine's process stays and wakes soon; with 2 it ends, which frees all memory. With
+        `refuse`, new requests fail instead of waiting. Raises InvalidRequest, EngineError if the engine is gone, and
+        Overloaded while it is being replaced.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -76,9 +76,7 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Loads the weights again if the engine sleeps. Raises ConfigError if the weights or the memory for them are
-        unavailable; the engine then stays asleep.
-        """
+        """Raises ConfigError if the weights or the memory for them are unavailable. The engine then stays asleep."""
 
         async def wake() -> None:
             if self._engine_core.asleep:

@@ -1,6 +1,5 @@
-"""Clocks of the machine or of a simulation. Callers write `clock.monotonic()` and do not import the function, so that a
-simulation can replace the clock by assigning to this module. Code of commands and of devices measures time with
-Python's own `time` instead.
+"""Clocks of the machine or of a simulation. Call them as attributes of this module, so that one assignment replaces a
+clock everywhere, except in commands and device code, which use `time`.
 """
 
 from __future__ import annotations

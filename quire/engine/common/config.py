@@ -34,9 +34,7 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """Settings that give a new engine the same capacity as the engine of `info`, however much memory is free when it
-    starts.
-    """
+    """Settings that give a new engine the same capacity, however much memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
@@ -305,8 +303,8 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """Return a config without `quantization` if the checkpoint's `quant_method` is the same quantization, unless
-        load_format is dummy. For example, with --quantization fp8 a checkpoint that is fp8 already is loaded unchanged.
+        """Drop a quantization that the checkpoint already has, so that --quantization fp8 keeps an fp8 checkpoint as it
+        is.
         """
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
@@ -321,9 +319,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """Return a config with a larger step if the GPU has at least LARGE_GPU_BYTES of memory and the user set no
-        number of tokens per step. `memory`: the GPU's memory in bytes.
-        """
+        """Raise max_num_batched_tokens on a large GPU, if it is not set. `memory`: the GPU's memory in bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})

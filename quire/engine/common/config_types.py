@@ -30,8 +30,7 @@ def _normalize_dtype(value: Any) -> Any:
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Replace vLLM's other names of quantizations by Quire's. Raises ValueError if `value` names an unsupported device.
-    """
+    """Replace vLLM's other names of quantizations. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -64,7 +63,7 @@ _ZMQ_ENDPOINT = r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)$"
 
 
 class KVEventsConfig(BaseModel):
-    """Settings of the stream of KV cache events, with vLLM's field names and defaults."""
+    """Settings of KV cache events, with vLLM's names and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,7 +74,7 @@ class KVEventsConfig(BaseModel):
     """Everyone who can connect to the endpoint can read the token ids of prompts. Replica n adds n to the port."""
     replay_endpoint: str | None = Field(None, pattern=_ZMQ_ENDPOINT)
     buffer_steps: int = Field(10_000, ge=1)
-    """Number of published batches of events that are stored, so that a subscriber can ask for those that it missed."""
+    """Number of batches that are stored for subscribers that missed some."""
     hwm: int = Field(100_000, ge=1)
     max_queue_size: int = Field(100_000, ge=1)
     topic: str = ""
@@ -95,8 +94,8 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """Return the endpoint of replica `index`, as in vLLM: `index` is added to the port of a TCP endpoint, and an IPC
-    endpoint gets the suffix _dp{index} if `index` is not 0.
+    """The endpoint of replica `index`, as in vLLM: the port of a TCP endpoint increases by `index`, other endpoints get
+    a suffix.
     """
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
@@ -113,9 +112,9 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens; suffix also searches recent answers with the same cache salt. grammar
-    drafts only the tokens that a request's grammar forces. All other methods except none also draft these tokens.
-    draft_model uses the model `model`; eagle, eagle3 and medusa use draft heads in `model`; mtp uses a layer of the
-    served checkpoint, and accepts vLLM's names for single families.
+    drafts only what a grammar forces, which all other methods except none draft too. draft_model uses `model`; eagle,
+    eagle3 and medusa use heads in `model`; mtp uses a layer of the served checkpoint, and accepts vLLM's names for
+    single families.
     """
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of draft heads."""
@@ -124,16 +123,14 @@ class SpeculativeConfig(BaseModel):
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
-    """A method that continues the drafts of the draft model or heads. For a request for which its tokens are accepted
-    at least as often, it drafts alone.
-    """
+    """Continues the drafts of a model or heads, or drafts alone where its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
     """Number of draft tokens that `lookup` may add to num_speculative_tokens; None means DEFAULT_LOOKUP_TOKENS."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Drop ignored keys, infer a missing method from the name of `model`, and replace unsupported methods by none."""
+        """Drop ignored keys, infer a missing method, and replace unsupported ones by none."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -202,5 +199,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Return why the device is not supported; None if the device is supported or its name is unknown."""
+    """Why the device is not supported; None if it is supported or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -111,8 +111,8 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A wrong setting. The error is also a ValueError, because programs that create an LLM expect one. Therefore code
-    that handles ValueErrors of a library must re-raise ConfigErrors.
+    """A wrong setting. It is a ValueError, as programs that create an LLM expect. Code that handles a library's
+    ValueErrors must re-raise it.
     """
 
 
@@ -122,7 +122,7 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """True if the same request may succeed later, because another server or a less busy one may answer it."""
+    """True if a retry may succeed; False if the request caused the failure."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 
@@ -134,7 +134,7 @@ def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raises InvalidRequest if `task` is not among the model's `tasks`."""
+    """Raises InvalidRequest if `task` is not one of `tasks`."""
     if task not in tasks:
         hint = "; with pooling_type='last' it computes embeddings" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

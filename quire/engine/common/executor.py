@@ -99,11 +99,7 @@ class Executor(Protocol):
         """Return None if the model has no KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """Return a mover for the slots of recurrent states (Sublayer.slot_tensor_specs); None if the model has no
-        recurrent state.
-        """
+        """Return a mover for slots (Sublayer.slot_tensor_specs); None if no layer is recurrent."""
 
     def preload_grammar_compiler(self) -> None:
-        """Begin to load the grammar compiler in the background, so that the first request with a grammar need not wait
-        for it.
-        """
+        """Begin to load the compiler in the background, so that the first grammar need not wait for it."""

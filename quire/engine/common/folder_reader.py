@@ -21,9 +21,7 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 16 * MIB
-"""Limit of JSON files, because the parsed Python objects take up to 30 times a file's size. ModelOpt's files have a few
-MB.
-"""
+"""Limit, because parsed objects take up to 30 times a file's size. ModelOpt's files have some MB."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
 Validated = TypeVar("Validated")
@@ -130,8 +128,8 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Return the value at a path such as `rope_parameters.factor` or `layer_types[3]`. If a key is missing, return the
-    value reached before it.
+    """Return the value at `rope_parameters.factor` or `layer_types[3]`. If a key is missing, return the value before
+    it.
     """
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:

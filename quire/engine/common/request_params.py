@@ -11,9 +11,7 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Limit for all stop strings of a request together, because each step compares all of them with the text that is not
-yet sent.
-"""
+"""Limit for all stop strings together, because each is compared with the text that is not yet sent."""
 MAX_SEQUENCE_BREAKERS, MAX_SEQUENCE_BREAKER_LENGTH = 64, 40
 """Maximum number and length of DRY's sequence breakers, as in llama.cpp."""
 
@@ -236,7 +234,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 0
     grammar: Grammar | None = None
-    """The answer ends when it completes the grammar, even if min_tokens or ignore_eos would let it continue."""
+    """The answer ends when it completes the grammar, despite min_tokens and ignore_eos."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -261,9 +259,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Tokens whose log probabilities are reported with each sampled token, instead of the `logprobs` most likely ones.
-    An empty tuple means None.
-    """
+    """Tokens to report with each sampled token, instead of the `logprobs` most likely ones. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -309,9 +305,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     def choice_seed(self, choice: int) -> int:
-        """Return the seed of a choice, a number of 63 bits. If `seed` is None, it is random. The seed of choice 0
-        consists of the low 63 bits of `seed`, so it does not depend on the number of choices.
-        """
+        """A choice's seed of 63 bits, random if `seed` is None. Choice 0 gets the low 63 bits of `seed`."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:

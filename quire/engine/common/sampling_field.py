@@ -15,7 +15,7 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """None means that there is no maximum; a `minimum` of None likewise means no minimum."""
+    """None means no maximum. A `minimum` of None means no minimum."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False
@@ -28,6 +28,6 @@ class SamplingField:
 class NamedSamplingField:
     name: str
     type: type
-    """float, int or bool. Whether the field may also be None is not part of the type."""
+    """float, int or bool, even if the field may also be None."""
     default: Any
     field: SamplingField

@@ -67,7 +67,7 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_drafts: int
     block_ids: list[int]
-    """Blocks of the draft heads' own KV cache, enough for the request's tokens and its drafts."""
+    """Blocks of the draft heads' own KV cache, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -47,7 +47,7 @@ IGNORED_VLLM_KEYS = {
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Return why keys of speculative_config, or all of it, are ignored; "" if nothing is."""
+    """Why keys are ignored; "" if none is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -11,9 +11,7 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-""""busy": the engine has too much work now. "constraints": the request's own rules leave no token to sample. "grammar":
-the grammar cannot be followed. "engine": any other cause.
-"""
+""""busy": too much work now. "constraints": no token is left to sample. "grammar": the grammar cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
 
 
@@ -98,8 +96,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """Return the maximum number of tokens to generate: 0 for a pooling request, None if the prompt is too long.
-        `context_room`: number of tokens of the context that the prompt leaves.
+        """Maximum number of output tokens: 0 for pooling, None if the prompt is too long. `context_room`: the context's
+        tokens after the prompt.
         """
         if self.sampling_params is None:
             return None if context_room < 0 else 0
@@ -141,9 +139,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     conversation: str
     turn: int
     own_load: bool = False
-    """True if tokens were evicted, and the tokens that the same tenant computed since their last use would have filled
-    the cache even without other tenants.
-    """
+    """True if tokens were evicted, and the tenant's own later tokens alone would have filled the cache."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -162,9 +158,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One for each prompt token, None for the first. All are in one output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The token of stop_token_ids that ended the answer; None if the answer goes on, or if anything else ended it, such
-    as the model's own end token.
-    """
+    """The token of stop_token_ids that ended the answer; None if anything else did."""
     cached_tokens: int = 0
     error: str | None = None
     vector: bytes | None = None
@@ -200,9 +194,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rope_context: int | None = None
     """Context length for which RoPE frequencies were chosen; None if they do not depend on it."""
     context_pages: int = 1
-    """Maximum number of KV blocks that a sequence of max_model_len tokens needs in all KV cache groups together. The
-    engine's statistics count blocks in the same way. In contrast, one of the `num_blocks` comprises a block of each of
-    the `page_groups` KV cache groups.
+    """Maximum number of blocks of a full context. It and the statistics count the blocks of each KV cache group,
+    whereas one of the `num_blocks` comprises a block of each of the `page_groups`.
     """
     state_bytes: int = 0
     kv_cache_dtype: str = "auto"

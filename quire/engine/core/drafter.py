@@ -16,16 +16,14 @@ RequestsToDraft = Sequence[tuple[Request, int]]
 
 
 KIND_DEFAULT = 0
-"""Kind of a token whose probability of acceptance is unknown. Kinds from 1 to FIRST_BUCKET_KIND - 1 are bit lengths of
-the number of tokens that an n-gram lookup matched.
-"""
+"""Kind of a token about which nothing more is known. Kinds 1 to 99 are bit lengths of a matched n-gram's length."""
 KIND_FORCED = -1
-"""Kind of a token that the grammar forces. Nearly all such tokens are accepted, unless the model splits text into other
-tokens or spaces JSON differently.
+"""Kind of a token that the grammar forces. Nearly all are accepted, unless the model splits text or spaces JSON
+differently.
 """
 KIND_FORCED_TEXT = -2
-"""Kind of a token within text that the grammar forces. The token that the model samples at the end of this text may be
-longer, so the draft's last token may be rejected.
+"""Kind of a token of text that the grammar forces. The model's token at the end of the text may be longer than the
+draft's.
 """
 NUM_PROBABILITY_BUCKETS = 10
 FIRST_BUCKET_KIND = 100
@@ -74,27 +72,23 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 
 class Drafter(ABC):
     needs_grammar = False
-    """True if the drafter drafts only for requests with a grammar. All other requests can then be scheduled ahead,
-    whereas the host must see each token of a request with drafts before the next step.
+    """True if only requests with a grammar may have drafts. The host must see each token of a request with drafts
+    before the next step.
     """
 
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """Return one draft for each request. `num_step_tokens`: number of tokens that the step computes without drafts."""
+        """Return a draft for each request. `num_step_tokens`: tokens of the step, not counting drafts."""
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
-        """Called when a step has verified `drafts` draft tokens of the request, of which the first `accepted` were
-        accepted.
-        """
+        """Learn how many of `drafts` draft tokens were accepted."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when a request that may have had drafts has finished."""
 
 
 class TokenwiseDrafter(ABC):
-    """A drafter that drafts one token at a time, so that its caller can decide after each token whether another one is
-    worth its cost.
-    """
+    """A drafter whose caller decides after each draft token whether to draft another one."""
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:

@@ -32,9 +32,8 @@ next urgent request need not wait for a long step.
 
 
 class TokenBudget:
-    """The number of tokens that a step may still schedule. The requests with the lowest priority number are urgent.
-    While they run or wait, all other requests together get as many tokens as the urgent ones generate, but at least
-    MIN_LOW_PRIORITY_TOKENS. Tokens of urgent prompts do not raise this limit.
+    """A step's tokens. Requests with the lowest priority number are urgent. While they run or wait, all others together
+    get as many tokens as the urgent ones generate, but at least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -67,9 +66,7 @@ class FairQueue:
         """A tenant's counter starts at this value if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts` is True if prompts cannot be split. The step then has all `tokens`, even after urgent
-        requests.
-        """
+        """`whole_prompts`: prompts cannot be split, so the step gets all `tokens`."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -114,10 +111,9 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """Return running requests that may be preempted for `waiting_request`, in the order in which to preempt them. A
-        candidate is less urgent, or has both a larger sort key and a tenant that would still run at least as many
-        requests per weight as the waiting tenant. The second condition prevents a preemption from provoking another one
-        in return.
+        """Running requests that may be preempted, in order. Each is less urgent, or has a larger sort key and a tenant
+        that would still run at least as many requests per weight as the waiting tenant. Therefore it cannot preempt the
+        waiting request in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority

@@ -22,7 +22,7 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """Number of blocks that no tier stored, because they came faster than tiers can write."""
+        """Number of blocks that no tier stored, because they came too fast."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -34,9 +34,8 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """Return True if the request must wait for blocks that follow the blocks `cached` on the device. The request is
-        then in no queue until `take_loaded_requests` returns it. The pool must have free blocks for all tokens of the
-        request.
+        """True if the request must wait for blocks that follow the blocks `cached` on the device. The request is in no
+        queue until `take_loaded_requests` returns it. The pool must have free blocks for all its tokens.
         """
 
     @abstractmethod
@@ -57,7 +56,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """Called after each step, so that the offloader learns whether loading blocks is faster than computing them."""
+        """Learn from a step how long computing this many tokens takes."""
 
     @abstractmethod
     def clear_tiers(self) -> None:

@@ -74,9 +74,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         """None until the request first starts."""
         self.num_charged_tokens = 0
-        """Number of prompt tokens that the tenant was charged for. Computing them again after a preemption costs
-        nothing.
-        """
+        """Number of prompt tokens charged. Recomputing them after a preemption costs the tenant nothing."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -119,8 +117,8 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of known tokens that are not computed. If tokens are in flight, the number is 0 when they may be the
-        last tokens of the answer, or when the host must see them before the next step.
+        """Known tokens that are not computed. 0 while tokens in flight may complete the output, or must reach the host
+        first.
         """
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
@@ -129,10 +127,9 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Return what the next step computes: at most `max_tokens` pending tokens, and encoder chunks of images that
-        these tokens need. Tokens and encoder work together cost at most `budget`, so large images are encoded over
-        several steps. A bidirectional span is never split. If it does not fit, it waits for the next step. If it is the
-        first thing left and its image is already encoded, it is scheduled whole, even beyond these limits.
+        """Return at most `max_tokens` pending tokens that the next step computes, and the encoder chunks that they
+        need; together they cost at most `budget`. A bidirectional span is never split: it waits for the next step or,
+        if it comes first and its image is encoded, exceeds both limits.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -164,9 +161,7 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """Return the work already done on this image, in units of Image.encoder_cost; 0 unless the image is being
-        encoded.
-        """
+        """Work done on this image; 0 unless it is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -202,9 +197,7 @@ class Request:
         return ("length", None) if self.num_output_tokens >= self.max_output_tokens else (None, None)
 
     def reset_to_waiting(self) -> None:
-        """Prepare for a restart after preemption. Tokens that steps in flight sample are still appended when these
-        steps are applied.
-        """
+        """Prepare for a restart after preemption. Tokens in flight are still appended."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.slot = None

@@ -37,9 +37,7 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """If there is a drafter, a request that may have drafts is never scheduled before the results of its last step
-        are applied.
-        """
+        """A request that may have drafts is never scheduled before the results of its last step are applied."""
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -219,8 +217,8 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt running requests if this lets the first waiting request start. This runs before a step is planned,
-        because the blocks of requests that are already part of the step cannot be given to another request.
+        """Preempt running requests if the first waiting request can then start. This runs before a step is planned,
+        because blocks of requests in the plan cannot be reused.
         """
         request = self._waiting.peek()
         if (
@@ -275,7 +273,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Start waiting requests, as far as slots, blocks and the budget suffice. Preempts no request."""
+        """Start waiting requests, without preempting others."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -330,9 +328,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Return drafts for requests of `chunks`. All chunks already have their blocks and drafts use only free ones,
-        so drafts cause no preemption.
-        """
+        """Return drafts for the chunks, which already have their blocks, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -357,8 +353,8 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Count the chunk as computed. Other requests of the same step can share the full blocks that it completes,
-        because each layer stores all keys and values before it attends.
+        """Count the chunk as computed. Other requests of the step can share its full blocks, because each layer stores
+        keys and values before it attends.
         """
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens

@@ -57,9 +57,7 @@ class _Counters(msgspec.Struct, array_like=True):
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the start. `saved_blocks` is a gauge: the additional blocks that current requests
-    would use without sliding windows.
-    """
+    """Gauges, and counters since the start. `saved_blocks`: blocks that requests would also use without windows."""
 
     running: int = 0
     waiting: int = 0
@@ -75,9 +73,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
-    """This field, the next three and disk_bytes are set only by the first rank, and only if weights are on disk
-    (OffloadCounts).
-    """
+    """This and the next four fields are set only by the first rank, and only with weights on disk (OffloadCounts)."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -228,9 +224,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request id, tier, tokens, begin, end) of loads before the step."""
     drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """(request id, source of each draft token). The number of accepted ones is one less than the number of tokens in
-    the request's output.
-    """
+    """(request id, source of each draft token). The request's output has the accepted ones and one more token."""
     adapter_loads: tuple[tuple[str, float], ...] = ()
     """(adapter, seconds that the step waited for it)."""
     num_generated_tokens: int = 0

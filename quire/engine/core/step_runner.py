@@ -23,12 +23,11 @@ class _LaunchedStep:
 
 
 class StepRunner:
-    """Runs an engine's steps. `steps_ahead` is the number of steps in flight while the next one is scheduled. With 1,
-    the device never waits for Python, but a stop condition is found one step late.
-
-    If a request needs its tokens on the host, the oldest step is applied before the next is scheduled. Otherwise the
-    request would take part only in every other step. A request with a grammar needs its tokens on the host only for
-    sampling: its forward pass is launched ahead, and `sample_tokens` follows once the step before is applied.
+    """Runs steps. `steps_ahead`: number of steps in flight while the next one is scheduled. With 1, the device never
+    waits for Python, but a stop condition is found one step late. If a request needs its tokens on the host, the oldest
+    step is applied before the next is scheduled. Otherwise the request would miss every other step. A request with a
+    grammar needs its tokens on the host only to sample: its forward pass is launched ahead, and `sample_tokens` follows
+    once the step before is applied.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:

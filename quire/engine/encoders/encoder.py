@@ -1,5 +1,5 @@
-"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. KV blocks hold one layer's keys and values at a
-time, so that decoders' attention kernels can read them. A step computes whole prompts.
+"""Bidirectional transformer (Devlin et al., 2019), pre- or post-norm. Each layer stores its keys and values in the same
+KV blocks, where the decoders' attention kernels read them. A step computes whole prompts.
 """
 
 from __future__ import annotations
@@ -158,10 +158,8 @@ class Encoder:
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
         """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
-        (ascending).
-
-        `lengths` has, per metadata group, the lengths of sequences that attend within themselves. `cos_sin` is [T,
-        head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
+        (ascending). `lengths` has, per metadata group, the lengths of sequences that attend within themselves.
+        `cos_sin` is [T, head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
         """
         backend = self._backend
         spec = self.spec
@@ -262,8 +260,8 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Half the buckets are for keys after the query. Each near distance has its own bucket. Others share logarithmic
-    buckets (Raffel et al., 2020).
+    """Return buckets (Raffel et al., 2020). Half of them are for keys after the query. Each near distance has its own
+    bucket. Far distances share logarithmic buckets.
     """
     half = num_buckets // 2
     num_exact = half // 2

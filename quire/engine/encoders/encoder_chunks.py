@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 MAX_CHUNK_TOKENS = 1024
 """Larger chunks do not make linears faster."""
 QKV_COST_SHARE = 0.25
-"""Of a layer's 12 hidden_size² multiplications per token, 3 precede attention."""
+"""Share of a layer's cost before attention: 3 of the 12 hidden_size² multiplications per token."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
 """Per chunk: its range in the step's tokens, and its metadata."""
 
@@ -33,7 +33,7 @@ def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
 
 
 def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
-    """Costs have the unit of VisionSpec.encoder_cost."""
+    """`num_visible`: tokens that each token attends to. Costs have the unit of VisionSpec.encoder_cost."""
     return tokens * (1 + num_visible / (4 * hidden))
 
 
@@ -98,5 +98,5 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
-    """Convert [S] to [S + 1]."""
+    """Convert lengths [S] to starts and the last end, [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

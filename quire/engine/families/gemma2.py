@@ -11,8 +11,8 @@ from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFor
 from quire.engine.families.gemma import GEMMA
 
 _LARGEST_MODEL_LAYERS = 46
-"""A model with this many layers scales attention by hidden_size / heads instead of the head size, which GGUF does not
-record.
+"""Number of layers of the largest model, which scales attention by hidden_size / heads instead of the head size. GGUF
+files do not record this.
 """
 
 

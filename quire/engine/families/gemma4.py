@@ -40,12 +40,12 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""Keyed by whether the layer has a window."""
+"""Default RoPE, keyed by whether the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
 def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
-    """The last layer gets full attention, whatever the file says."""
+    """Set missing layer types. The last layer gets full attention, whatever the file says."""
     fill_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
     layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
     if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
@@ -79,8 +79,8 @@ def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
 
 
 def _kv_source_layers(config: ModelConfig) -> list[int | None]:
-    """Return the layer whose keys each layer reads, or None for its own. The last layers read from the last unshared
-    layer of their type. Raises ModelError.
+    """Return the layer whose keys each layer reads, or None for its own. The last layers read from the last layer of
+    their type that has its own. Raises ModelError.
     """
     kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
     if shared >= len(kinds):

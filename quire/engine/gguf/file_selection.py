@@ -65,7 +65,7 @@ _TAG_PREFERENCE = (
     "IQ1_M",
     "IQ1_S",
 )
-"""Most preferred first: four bits, slightly more, fewer, many more, then fewer than two."""
+"""Known tags, most preferred first: four bits, slightly more, fewer, many more, then fewer than two."""
 
 
 def file_tag(path: str) -> str:
@@ -77,7 +77,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Sorts the parts of split models. Omits incomplete models."""
+    """Return the models by tag, without incomplete ones. The parts of split models are sorted."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -92,7 +92,9 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """If tag is None, selects the tag nearest to Q4_K_M. Raises ModelError naming available tags."""
+    """Return the files with this tag or, if it is None, with the tag nearest to Q4_K_M. Raises ModelError naming
+    available tags.
+    """
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)

@@ -21,7 +21,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Limit per array. Vocabularies have about 2**18 items."""
+"""Maximum number of items of an array. Vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -40,7 +40,7 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """The contiguous axis is last. Files have the reverse order."""
+    """Shape with the contiguous axis last, whereas files store the axes in reverse order."""
     type: GGMLType
     file: Path
     offset: int

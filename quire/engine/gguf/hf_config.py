@@ -93,7 +93,7 @@ def generation_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
-    """Counts only matrices. Types with most bytes come first."""
+    """Bytes of all matrices by type, most bytes first."""
     bytes_by_type: dict[str, int] = {}
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -133,7 +133,9 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Quantized files may have this fraction of float weights, because routers and convolutions are not quantized."""
+"""Files with less than this fraction of float weights count as quantized, because routers and convolutions never are
+quantized.
+"""
 
 
 def _dtype(header: GGUFHeader) -> str:

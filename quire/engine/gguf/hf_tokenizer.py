@@ -12,7 +12,7 @@ from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _PREFIX = "tokenizer.ggml."
-# values of token_type; 6 is a byte
+# Values of token_type; bytes have 6.
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
@@ -22,7 +22,7 @@ _ADDED_TYPES = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE_MARK = "\u2581"
 _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
-"""The misspelling is GGUF's."""
+"""`seperator` is GGUF's own spelling."""
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
 """If a vocabulary has both tokens, <|end|> ends only a message, not the answer (OpenAI's harmony format)."""
 _END_TOKENS = {
@@ -43,7 +43,7 @@ _END_TOKENS = {
 """Tokens that end answers. Files name one or two of them as such, and may mark others as normal tokens."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
-"""Limit for all splits of SentencePiece tokens; Gemma has about 2**25."""
+"""Limit of the characters in all splits of SentencePiece tokens. Gemma has about 2**25."""
 
 
 def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """The post-processor adds BOS and EOS if the file says so. `adds_bos` replaces a missing add_bos_token."""
+    """Adds BOS and EOS if the file says so. `adds_bos` is the default of add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

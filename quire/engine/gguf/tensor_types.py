@@ -38,7 +38,7 @@ class GGMLType(NamedTuple):
 
     @property
     def bits_per_weight(self) -> float:
-        """Includes scales."""
+        """Mean bits per weight, including scales."""
         return 8 * self.type_size / self.block_size
 
 

@@ -29,7 +29,9 @@ _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 
 
 def preload_decoders() -> None:
-    """Call this before a fork. Otherwise Pillow would import forty formats at the first WEBP in each process."""
+    """Import Pillow's decoders. Call this before a fork. Otherwise each process would import forty formats at its first
+    WEBP.
+    """
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 

@@ -17,7 +17,7 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20
-"""If the cache is full, evicted features are recomputed with equal bits."""
+"""Maximum bytes of cached image features. Evicted features are computed again, with equal bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:

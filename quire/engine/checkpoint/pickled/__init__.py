@@ -77,7 +77,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """Return None without the file. Raises ModelError."""
+    """Return None if there is no file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
         return None

@@ -27,7 +27,7 @@ class DecoderSizes(StepCosts):
     kv_formula: str
     num_heads: int
     num_kv_heads: int
-    """The most devices that can divide the KV cache; 1 with MLA."""
+    """Maximum number of devices that can divide the KV cache; 1 with MLA."""
     head_dim: int
     """Elements of a cached key per head. With MLA, all cached elements."""
     layer_cache_specs: tuple[LayerStates, ...]

@@ -17,7 +17,7 @@ from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
-"""In these, MLPs have two linears, and norms have biases."""
+"""Model types whose MLPs have two linears and whose norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
 """These also have a tied head by default."""
 
@@ -83,7 +83,7 @@ def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> b
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return, per layer: parameters, cached values per token and their formula, query heads times head size."""
+    """Return, per layer: parameters, cached values per token, their formula, and query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (

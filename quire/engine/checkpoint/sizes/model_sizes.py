@@ -46,7 +46,7 @@ class ModelSizes(DecoderSizes):
     """Empty for supported models."""
     notes: tuple[str, ...]
     tower_parameters: int
-    """Counts image tower and connector, which are not in `num_parameters`."""
+    """Parameters of the image tower and its connector, which `num_parameters` does not include."""
     tower_linear_parameters: int
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
@@ -76,7 +76,7 @@ class ModelSizes(DecoderSizes):
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
-        """Return bytes per sequence outside KV blocks."""
+        """Return bytes per sequence that are not in KV blocks."""
         return sum(
             each.slot_bytes(draft_length, bytes_per_value)
             for each in self.cache_specs
@@ -97,7 +97,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def weight_ratio(self) -> float:
-        """Bytes of the weights, relative to two bytes per parameter."""
+        """Bytes of the weights, divided by two bytes per parameter."""
         if not self.bits_per_weight:
             return 1.0
         quantized_parameters = (
@@ -148,7 +148,7 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """None without a family. Raises ModelError."""
+    """None if the model has no family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:

@@ -24,7 +24,9 @@ _POSITIONS_AFTER_PADDING = {
 
 @cache
 def rejection_reasons_by_model_type() -> Mapping[str, str]:
-    """Return "" for served types. tests/engine/models/test_every_class.py writes class_support.toml."""
+    """Why each model type is not served; "" if it is. tests/engine/models/test_every_class.py writes
+    class_support.toml.
+    """
     content = tomllib.loads(Path(__file__).with_name("class_support.toml").read_text(encoding="utf-8"))
     reasons = dict.fromkeys(content["served"], "")
     return reasons | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -51,7 +53,7 @@ def merge_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_position_id(hf_config: Mapping[str, Any]) -> int:
-    """Return the first token's position: after the padding id in RoBERTa's classes, otherwise 0."""
+    """Return the position of a prompt's first token: the padding id plus 1 in RoBERTa's classes, otherwise 0."""
     padding = hf_config.get("pad_token_id")
     return (
         int(padding) + 1
@@ -61,7 +63,7 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 
 
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
-    """Return None if tests found that the class can be served."""
+    """Return why transformers' class cannot be served; None if tests found that it can."""
     if raw.get("is_encoder_decoder"):
         return "it is an encoder-decoder model, and neither half is served by itself"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")

@@ -25,8 +25,7 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """Number of references, indexed by block. It is an array instead of a list so that NumPy can read its memory.
-        """
+        """Indexed by block. NumPy reads this array."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
@@ -116,9 +115,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo one `pin` of each block. Blocks that are then free and unpinned are allocated next, the last of `blocks`
-        first.
-        """
+        """Undo `pin`. Blocks that are free are allocated next, the last one of them first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:

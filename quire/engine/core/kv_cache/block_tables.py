@@ -43,9 +43,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """Free the blocks that left a window. A step in flight may still read them, which is safe because a later step
-        writes the next owner's data. Drafts that are rejected later do not matter either, because no token before the
-        step's first one is ever computed again.
+        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes later.
+        Rejecting drafts never leads back before the first token of the drafts' step.
         """
         for group, window in self.windowed_groups:
             first, last = (

@@ -73,9 +73,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Number of blocks that must become free before the request can start; negative if more blocks are free than it
-        needs.
-        """
+        """Number of blocks that must become free; negative if more are free than needed."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -124,9 +122,7 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Take references to the sources of copies, because a load might otherwise overwrite a free source before it is
-        copied.
-        """
+        """Take references to sources, because a load might otherwise overwrite one before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:

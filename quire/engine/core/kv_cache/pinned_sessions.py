@@ -1,11 +1,10 @@
 """Pins a paused conversation's KV blocks for its next turn. Pinned blocks count as free but are allocated last.
 
 A session id identifies a conversation. Without an id, a prompt that continues an earlier request belongs to that
-request's conversation, and blocks are pinned only from the second turn on, because most prompts are never continued. If
-a request sets keep_seconds, they are pinned in any case. When more than a share of the pool is pinned, the tenant with
-the most pinned blocks loses blocks first: those of its conversation with the longest pause relative to earlier pauses.
-With recurrent state, snapshots are pinned too. A conversation that loses its last snapshot loses all its blocks,
-because no request can start from them.
+request's conversation, and blocks are pinned from the second turn on or if keep_seconds is set, because most prompts
+are never continued. Above a share of the pool, the tenant with the most pinned blocks loses blocks first: those of its
+conversation with the longest pause relative to earlier pauses. With recurrent state, snapshots are pinned too. A
+conversation that loses its last snapshot loses all its blocks, because no request can start from them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Session:
     num_turns: int = 0
     last_request_id: str = ""
     blocks: list[int] = field(default_factory=list)
-    """Pinned blocks: the first block of the last request and those that follow it, without gaps."""
+    """The last request's first blocks, which are pinned."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
     paused_at: float = 0.0
@@ -49,7 +48,7 @@ class Session:
     """Moving average in seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
-        """Return the current pause relative to the mean pause. The larger it is, the less likely the session continues."""
+        """The larger the ratio, the less likely the session continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -143,9 +142,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """Return the session with the request's key, or else the session whose last hash occurs in `digests`; None if
-        there is none. In the second case the session gets the request's key if it has no key yet.
-        """
+        """A session found by its last hash gets the request's key. None if it has another key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session

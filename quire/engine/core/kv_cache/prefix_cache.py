@@ -42,7 +42,7 @@ class PrefixCache:
 
     @property
     def match_unit(self) -> int:
-        """The length of every cached prefix is a multiple of this number of tokens; 0 if the cache is off."""
+        """Cached prefixes have a multiple of this number of tokens; 0 if the cache is off."""
         if not self.is_enabled:
             return 0
         return max(self.hash_block_size, 0 if self.snapshots is None else self.snapshots.interval_tokens)
@@ -52,9 +52,8 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """Return, for each full block, the hashes of its beginnings, followed by the hash of the whole block. The
-        request's last token is excluded, because it must be computed. Return [] if the request must not use cached
-        blocks.
+        """For each full block, the hashes of its beginnings, then that of the whole block. The last token is excluded,
+        because it must be computed. Empty if the request must not read the cache.
         """
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -68,7 +67,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Count the request's hits and resume its session. Does nothing when a preempted request starts again."""
+        """Count hits and resume the session when a request first starts, not after a preemption."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -93,9 +92,8 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """If each group has a cached block that begins with the request's next tokens, allocate a block per group for a
-        copy of these tokens, and return the copies to make. Otherwise return []. Copies run before the step, so tokens
-        that the step itself writes cannot be copied.
+        """If each group has a cached block that begins like the request's next one, allocate a block per group and
+        return the copies to make. Copies run before the step, so what the step writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []

@@ -67,9 +67,7 @@ class StateSnapshots:
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """Limit the draft tokens of the next step, so that it computes no token after which a snapshot is due. A later
-        step can then end exactly there.
-        """
+        """Limit the draft tokens of the next step, so that a later step can end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
@@ -113,7 +111,7 @@ class StateSnapshots:
         self._pending = []
 
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """Set a callback for slots that are about to be overwritten. It gets ~slot, which differs from all block ids."""
+        """Set a callback. It gets ~slot for each slot that is about to be overwritten."""
         self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
     def can_resume_after_block(self, digest: bytes) -> bool:
@@ -134,8 +132,8 @@ class StateSnapshots:
         return slots
 
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """Return the request's last snapshot, and the last snapshot within the prompt. The next turn may need the
-        second one, because a template may render the answer differently then.
+        """The request's last snapshot, and the last one within the prompt, because a template may render the answer
+        differently in the next turn.
         """
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
         digests, positions = request.block_hashes(full, self._block_size)[:num_blocks], list[SnapshotPosition]()
@@ -177,9 +175,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """Return the number of tokens before the snapshot near the prompt's end; None if that snapshot would save too
-        few tokens.
-        """
+        """Tokens before the snapshot near the prompt's end; None if it would save too few tokens."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

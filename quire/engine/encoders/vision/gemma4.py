@@ -94,8 +94,8 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """The checkpoint rotates a head's elements for columns and for rows separately. Reorder them for RoPE of whole
-        heads.
+        """The checkpoint rotates a head's elements for columns and for rows in separate halves. The loader reorders
+        them for RoPE of whole heads.
         """
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter

@@ -63,7 +63,7 @@ class LlavaTower(Tower):
         ]
 
     def _join_squares(self, image: Image, squares: list[Tensor]) -> Tensor:
-        """Join features of squares, the first of which shows the whole image."""
+        """Join the features of an image's squares. The first square shows the whole image."""
         if not self._vision.has_newline_token:
             return squares[0]
         best = self._vision.image_pinpoint(image)
@@ -73,7 +73,9 @@ class LlavaTower(Tower):
         return torch.cat((squares[0], self._assemble_unpadded_grid(torch.stack(squares[1:]), image.original, best)))
 
     def _assemble_unpadded_grid(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
-        """Convert [squares, side², text_hidden] to row-major patches without padding. A newline token ends each row."""
+        """Convert [squares, side², text_hidden] to row-major patches without padding, with a newline token after each
+        row.
+        """
         vision = self._vision
         down, across = best[0] // vision.square_side, best[1] // vision.square_side
         grid = squares.view(down, across, vision.patches_per_side, vision.patches_per_side, -1).transpose(1, 2)

@@ -108,8 +108,8 @@ class QwenVLTower(Tower):
         return torch.cat(parts)
 
     def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the encoder's order of patches, [T] int64, in which patches of a token or window are adjacent. Also
-        return lengths of attended sequences per metadata group (0 for whole images, 1 for windows).
+        """Return the encoder's order of patches, [T] int64, in which patches of a token or window are adjacent, and
+        lengths of sequences that attend within themselves, per metadata group (0 for whole images, 1 for windows).
         """
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)

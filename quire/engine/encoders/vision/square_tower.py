@@ -36,7 +36,7 @@ class SquareTowerSpec:
     class_token: str | None = None
     first_norm: str | None = None
     has_batch_axes: bool = False
-    """Tensors of class token and positions have leading axes of size 1."""
+    """True if the tensors of class token and positions have leading axes of size 1."""
 
 
 def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:

@@ -28,7 +28,7 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """The scheme applies to linears in layers. Other linears are unquantized."""
+    """Quantization of linears in layers. Other linears, such as patch embeddings, are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
@@ -70,7 +70,9 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution whose stride is its size, computed as a linear. Patches of `frames` video frames repeat the image."""
+    """Convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers
+    video frames, which repeat the image.
+    """
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0

@@ -11,7 +11,9 @@ POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
 """Norms follow sublayers instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""Values by field name. A callable gets the config and returns the value. A list or tuple has one value per layer."""
+"""Values of a spec's fields, by field name. A callable gets the config and returns the value. A list or tuple has one
+value per layer.
+"""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """`values` has one value per attention layer. Layers of `other_kinds` get None."""
+    """`values` returns one value per attention layer. The reader adds None for layers of `other_kinds`."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
@@ -83,7 +83,7 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """`kind_of` gets layer indices from 0."""
+    """Sets missing layer types. `kind_of` gets layer indices from 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

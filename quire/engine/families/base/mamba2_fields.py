@@ -49,7 +49,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Renames legacy layer types. `kind_of` returns a layer's default type."""
+    """Rename legacy layer types, or set missing ones. `kind_of` returns a layer's default type."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [

@@ -13,7 +13,7 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""All families use this instead of rms_norm_eps in norms of latents and index keys."""
+"""Epsilon of the norms of latents and index keys in all families, instead of rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
 """Fields of older files that qk_rope_head_dim replaces."""
 
@@ -21,7 +21,7 @@ _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True, *, read_indexer: ConfigReader = lambda config: None
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """`is_interleaved` tells whether RoPE pairs neighbors. `read_indexer` returns MLALayerSpec.indexer."""
+    """`is_interleaved` returns whether RoPE pairs neighbors. `read_indexer` returns MLALayerSpec.indexer."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         spec = mla_spec(config, norm, is_interleaved=is_interleaved(config))

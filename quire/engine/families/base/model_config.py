@@ -9,7 +9,7 @@ from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Common fields of config.json, under Llama's names. `raw` has all fields."""
+    """Common fields of config.json, under Llama's names."""
 
     model_type: str
     vocab_size: int
@@ -26,7 +26,7 @@ class ModelConfig:
     """The checkpoint's dtype."""
     rope: dict[str, Any]
     raw: FamilyConfigFields
-    """Values have their declared types, or are None."""
+    """All fields of config.json. Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty until read_eos_token_ids is called."""
     max_model_len: int | None = None

@@ -32,7 +32,7 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""As in DeepSeek-V3 (2024), weights are sigmoids, and groups are ranked by their two best experts."""
+"""Routing of DeepSeek-V3 (2024): weights are sigmoids, and groups of experts are ranked by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
@@ -133,7 +133,7 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""The softmax is over all experts. norm_topk_prob normalizes the chosen weights."""
+"""Softmax over all experts. If norm_topk_prob is set, the chosen weights are normalized."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,

@@ -17,7 +17,7 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""Tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
+"""Trained context in tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
 """RoPE types for which transformers' classes compute frequencies from the longest context."""
 
@@ -112,14 +112,16 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """If `interleaved_sections` is empty, the three sections are consecutive. Otherwise it has the default sizes of
-    interleaved sections.
+    """If `interleaved_sections` is empty, the three axes have consecutive frequencies. Otherwise the axes alternate,
+    and it has their default sizes.
     """
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
+    """The reader returns each layer's RoPE. Only layers without a window may have scaled RoPE. `full` and `sliding`
+    read the default rope_theta.
+    """
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         raw = config.raw

@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-"""Groups: the layer's index, and the module's name."""
+"""The groups are the layer's index and the module's name."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -21,9 +21,9 @@ FUSED_MODULES: LayerModules = {
     "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
     "conv.in_proj": SHORT_CONV_PROJECTIONS,
 }
-"""Fused modules and the modules they join. GGUF files of any family have them too."""
+"""Fused modules, mapped to the modules that they join. GGUF files of any family may contain them."""
 GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
-"""Each head has rows of its query, then of its output gate."""
+"""For each head, the rows of its query, then those of its output gate."""
 
 
 def delta_net_projections(letters: str) -> tuple[str, ...]:
@@ -38,13 +38,13 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor has all experts. By default an expert is [inputs, outputs] with interleaved gate and up outputs, as in
-    gpt-oss.
+    """One tensor contains all experts. By default, each expert is stored as [inputs, outputs], and outputs of gate and
+    up alternate, as in gpt-oss.
     """
 
     gate_up_halves: bool = False
     always_transposed: bool = False
-    """With gate_up_halves, an expert is [inputs, outputs] instead of [outputs, inputs]."""
+    """If True and gate_up_halves, an expert is [inputs, outputs], not [outputs, inputs]."""
     maybe_transposed: bool = False
 
 
@@ -53,12 +53,12 @@ class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Names of modules outside layers, without prefix, mapped to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """Names of modules in layers, mapped to Llama's names. If a module maps to several, their rows follow each other,
-    sometimes head by head.
+    """Names of modules in layers, mapped to Llama's names. A fused module maps to several, in the order of their rows,
+    which may be repeated for each head.
     """
     is_fused_by_kv_head: bool = False
-    """Fused rows are ordered by key-value head, each with its queries, key and value (GPT-NeoX's order). In a delta
-    net, they are ordered by key head.
+    """True if the rows of fused modules are ordered by key-value head, each with its queries, key and value (GPT-NeoX's
+    order), and in a delta net by key head.
     """
     transposed_modules: tuple[str, ...] = ()
     """Modules whose weights are [in, out]."""

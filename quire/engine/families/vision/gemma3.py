@@ -25,7 +25,7 @@ class Gemma3VisionSpec(VisionSpec):
     square_side: int
     tokens_per_image: int
     begin_token_id: int
-    """Chat templates write only this one token for an image."""
+    """The only token that chat templates write for an image. Quire adds the others."""
     end_token_id: int
 
     @property

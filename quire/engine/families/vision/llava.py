@@ -33,7 +33,7 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""Pixels, for images that are padded to a square."""
+"""Longest side in pixels of an image that is padded to a square."""
 _MAX_SQUARES = 64
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
@@ -51,9 +51,11 @@ class LlavaVisionSpec(VisionSpec):
     has_projector_bias: bool
     num_skipped_layers: int
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
-    """Each (height, width) that images may be resized and padded to, then cut. If empty, images are not cut."""
+    """Sizes (height, width). Images are resized and padded to one of them, then cut. If empty, images are not cut."""
     max_squares: int | None = None
-    """Features of larger images are interpolated to as many patches as this many squares have."""
+    """If an image has over 1.21 times the patches of this many squares, its features are interpolated to about these
+    patches.
+    """
     cuts_only_single_images: bool = False
     """If a request has several images, each one is padded to a square instead."""
     has_newline_token: bool = False

@@ -63,7 +63,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         )
 
     def encoder_cost(self, content: Content) -> int:
-        """A patch merger costs half a layer."""
+        """Includes patch mergers, each of which costs half a layer."""
         mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
         return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
 

@@ -114,7 +114,7 @@ class GGUFFormat:
     has_optional_experts: bool = False
     """True if some of the files have experts and others do not."""
     has_latent_attention: bool = False
-    """The model has MLA, whose head sizes `read_fields` reads."""
+    """True if the model has MLA. `read_fields` then reads the head sizes."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows of query and key projections are stored for interleaved RoPE."""

@@ -91,7 +91,7 @@ class RopesByLayerType(RopeFields, total=False):
 
 
 class CommonConfigFields(Gemma4Fields, KimiLinearFields, IndexerFields, total=False):
-    """Read by the server and `quire plan`."""
+    """Fields that both the server and `quire plan` read."""
 
     model_type: ShortText | None
     is_encoder_decoder: bool | None
@@ -340,7 +340,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """The bounds are those of SamplingParams."""
+    """Fields of generation_config.json, with the bounds of SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

@@ -38,7 +38,7 @@ class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """Set by Quire, not by files: dtype in which CPUs compute with GGUF weights."""
+    """Dtype in which CPUs compute with GGUF weights. Quire sets this field; files do not have it."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

@@ -23,7 +23,7 @@ TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Per channel, from CLIP's training images (Radford et al., 2021)."""
+"""Mean and standard deviation per channel, from CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """Return tokens of a step's budget. A patch costs about one token, plus its attention, which took a third of
-        the linears' time for 1,024 patches of width 768.
+        """Return the cost in tokens of a step's budget. A patch costs about one token, plus its attention, which took a
+        third of the linears' time for 1,024 patches of width 768.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -121,7 +121,7 @@ class VisionSpec(ABC):
         return False
 
     def token_rows_and_columns(self, content: Content) -> tuple[int, int] | None:
-        """Return None without mRoPE."""
+        """Rows and columns of tokens; None without mRoPE."""
         return None
 
     @abstractmethod
@@ -187,7 +187,7 @@ class VisionConfig:
     text_config: Mapping[str, Any]
     file_label: str
     parameters_only: bool = False
-    """Only config.json is read, to count parameters."""
+    """True if only config.json was read, because only parameters are counted."""
 
     def config_error(self, text: str) -> ModelError:
         return ModelError(f"model: {self.file_label}: {text}")
@@ -250,7 +250,7 @@ class VisionConfig:
         return next((each for each in token_ids if each is not None), default)
 
     def token_id_from_field(self, name: str, default: int) -> int:
-        """Unlike in other fields, 0 is not replaced by the default."""
+        """A missing field becomes `default`, but 0 does not, unlike in other fields."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
 
