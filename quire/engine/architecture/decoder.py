@@ -55,7 +55,7 @@ class DecoderSpec:
     """
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Excludes a tied head."""
+        """Shapes of all parameters except a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:

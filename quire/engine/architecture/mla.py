@@ -46,7 +46,7 @@ class MLALayerSpec(SublayerSpec):
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None
-    """None without query latents."""
+    """None if queries have no latents."""
     scale: float
     rope: dict[str, Any] | None
     norm: NormSpec

@@ -96,8 +96,9 @@ class ModulePatterns:
         return self._count
 
     def matches(self, linear: str) -> bool:
-        """A regular expression matches from the start of the checkpoint's name. Other patterns ignore the text model's
-        prefix: a wildcard must match the whole name, a plain name one or more of its dot-separated parts.
+        """A regular expression must match from the start of the checkpoint's name. Other patterns ignore the text
+        model's prefix: a wildcard must match the whole name, and a plain name must equal one or more adjacent parts
+        between dots.
         """
         if any(expression.match(linear) for expression in self._expressions):
             return True

@@ -166,7 +166,7 @@ class ApiServerLeader:
     # Methods of RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """The API process records its own requests."""
+        """Does nothing, because the API process records its own requests."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -190,7 +190,7 @@ class ApiServerLeader:
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """The API process records its own requests."""
+        """Does nothing, because the API process records its own requests."""
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()

@@ -170,7 +170,8 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # This process itself may have been stopped, so read the heartbeats that wait before judging.
+                    # This process itself may have been stopped, so before it judges, it reads the heartbeats that
+                    # arrived meanwhile.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:

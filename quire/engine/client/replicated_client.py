@@ -80,7 +80,7 @@ class ReplicatedClient(ExclusiveClient):
         starts = [asyncio.create_task(each.start()) for each in self._replicas]
         try:
             infos = await asyncio.gather(*starts)
-            # All replicas get the shortest context of any, so that tokens do not depend on the replica.
+            # All replicas get the shortest context among them, so that tokens do not depend on the replica.
             context = min(info.max_model_len for info in infos)
             longer = [each for each, info in zip(self._replicas, infos, strict=True) if info.max_model_len > context]
             await asyncio.gather(*(each.shorten(context) for each in longer))

@@ -20,7 +20,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
-    """0 is the base model."""
+    """0 means the base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
     """All images of `spans`, each one once."""

@@ -194,8 +194,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rope_context: int | None = None
     """Context length for which RoPE frequencies were chosen; None if they do not depend on it."""
     context_pages: int = 1
-    """Maximum number of blocks of a full context. It and the statistics count the blocks of each KV cache group,
-    whereas one of the `num_blocks` comprises a block of each of the `page_groups`.
+    """Maximum number of blocks of a full context. This number and the statistics count a block of each KV cache group
+    separately, whereas `num_blocks` counts one for all `page_groups` together.
     """
     state_bytes: int = 0
     kv_cache_dtype: str = "auto"

@@ -19,7 +19,7 @@ from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
 """Model types whose MLPs have two linears and whose norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""These also have a tied head by default."""
+"""Model types with learned positions, whose head is tied by default."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
