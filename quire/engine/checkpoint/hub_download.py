@@ -1,4 +1,4 @@
-"""Selects and verifies files of the Hugging Face hub. Its client downloads and caches them."""
+"""Selects and verifies files of the Hugging Face hub. The hub's own client downloads and caches them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """Return None if the hub gave no answer."""
+    """Explain an error that the hub answered; None for other errors."""
     from huggingface_hub import errors, get_token
 
     token = get_token()
@@ -84,7 +84,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
 
 
 def _explain_write_failure(error: OSError, name: HubName) -> str | None:
-    """None for other errors."""
+    """Explain why a download could not be stored; None for other errors."""
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "

@@ -141,8 +141,8 @@ def build_kv_cache_groups(
 
 
 def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: int, block_size: int) -> int | None:
-    """Returns the layers per block that need the least memory, the most of equals, or None if one group for all layers
-    needs as little.
+    """Returns the layers per block that need the least memory, preferring more layers, or None if one group for all
+    layers needs as little.
     """
     lowest_cost, layers_per_block = layers_by_window.total() * max_blocks, None
     for size in range(1, max(layers_by_window.values()) + 1):
@@ -208,7 +208,9 @@ class KVBlockNeeds:
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Returns the most blocks that `tokens` need at once in all groups, except the first `cached_blocks`."""
+        """Returns the most blocks that `tokens` need at once in all groups, not counting each group's first
+        `cached_blocks`.
+        """
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows

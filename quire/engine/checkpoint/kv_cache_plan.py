@@ -64,7 +64,9 @@ def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Return the memory beyond the largest step's. If `max_graph_tokens` is None, only decodes are captured."""
+    """Return the memory of graphs beyond that of the largest step. If `max_graph_tokens` is None, only decodes are
+    captured.
+    """
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes

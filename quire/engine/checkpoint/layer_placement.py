@@ -41,8 +41,8 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """Return as few evenly spaced layers to stream as possible. Raises ValueError if the slots for streamed layers
-    alone do not fit.
+    """Return as few evenly spaced layers to stream as `memory_bytes` allows. Raises ValueError if the slots for
+    streamed layers alone do not fit.
     """
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)

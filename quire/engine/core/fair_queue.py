@@ -112,8 +112,8 @@ class FairQueue:
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
         """Running requests that may be preempted, in order. Each is less urgent, or has a larger sort key and a tenant
-        that would still run at least as many requests per weight as the waiting tenant. Therefore it cannot preempt the
-        waiting request in return.
+        that would still run at least as many requests per weight as the waiting tenant. Therefore a preempted request
+        never preempts the one that replaced it.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority

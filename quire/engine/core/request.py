@@ -127,8 +127,8 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Return at most `max_tokens` pending tokens that the next step computes, and the encoder chunks that they
-        need; together they cost at most `budget`. A bidirectional span is never split: it waits for the next step or,
+        """Return how many pending tokens the next step computes, at most `max_tokens`, and the encoder chunks that they
+        need. Together they cost at most `budget`. A bidirectional span is never split: it waits for the next step or,
         if it comes first and its image is encoded, exceeds both limits.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:

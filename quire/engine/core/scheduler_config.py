@@ -26,7 +26,7 @@ class SchedulerConfig:
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1
-    """Number of pipeline stages. Steps in flight have disjoint requests, except chunks of one prompt."""
+    """Number of pipeline stages. No request is in two steps in flight, except with chunks of its prompt."""
     snapshots: SnapshotConfig | None = None
     waits_for_grammar_tokens: bool = True
     """True: a request with a grammar is scheduled only once the host knows its last token. False: its forward pass is

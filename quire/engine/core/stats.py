@@ -57,7 +57,7 @@ class _Counters(msgspec.Struct, array_like=True):
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the start. `saved_blocks`: blocks that requests would also use without windows."""
+    """Gauges, and counters since the start. `saved_blocks`: how many more blocks requests would use without windows."""
 
     running: int = 0
     waiting: int = 0
@@ -69,7 +69,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     load_seconds: float = 0.0
     pages_lost: int = 0
     prefix_unit: int = 0
-    """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
+    """Cached prefixes have a multiple of this number of tokens; 0 if the cache is off."""
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0

@@ -133,8 +133,8 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Files with less than this fraction of float weights count as quantized, because routers and convolutions never are
-quantized.
+"""Files with less than this fraction of float weights count as quantized throughout, because routers and convolutions
+are never quantized.
 """
 
 

@@ -110,7 +110,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Raises ModelError naming a missing size, or for other models than decoders."""
+    """Raises ModelError naming a missing size, or if the model is not a decoder."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)

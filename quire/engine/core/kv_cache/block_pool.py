@@ -115,7 +115,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo `pin`. Blocks that are free are allocated next, the last one of them first."""
+        """Undo one `pin`. Free blocks without other pins are allocated next, the last one of them first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:

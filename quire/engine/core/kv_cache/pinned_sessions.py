@@ -23,11 +23,11 @@ from quire.engine.core.stats import LiveCounters
 MAX_PINNED_SHARE = 0.5
 DEFAULT_PAUSE_SECONDS = 60.0
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same block. Together they list at most this many times the maximum number of pinned
-blocks.
+"""Several conversations may list the same block. Their lists together are at most this many times as long as the
+maximum number of pinned blocks.
 """
 _EXTRA_UNPINNED = 64
-"""Blocks that are unpinned in addition to those needed now; at most 1/16 of the pool."""
+"""If blocks must be unpinned, this many more are unpinned, but at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
 
 
@@ -142,7 +142,9 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """A session found by its last hash gets the request's key. None if it has another key."""
+        """Find the session by the request's key or by its last hash. A session found by its hash gets the request's
+        key; None if it has another key.
+        """
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session

@@ -151,7 +151,7 @@ class StateSnapshots:
             return None
         (snapshot,) = self._pool.allocate(1)
         digest, slot = self._snapshot_hashes.pop(snapshot, None), self._first_slot + snapshot
-        if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # the next step still copies it
+        if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # the next step copies this slot
             if digest is not None:  # the request may start from this snapshot
                 self._pool.cache_block(snapshot, digest)
                 self._snapshot_hashes[snapshot] = digest

@@ -70,8 +70,8 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers
-    video frames, which repeat the image.
+    """Convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers this
+    many video frames, which repeat the image.
     """
 
     def __init__(
