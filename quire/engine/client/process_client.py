@@ -47,7 +47,7 @@ class ProcessClient(ExclusiveClient):
         launcher: Launcher | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """With empty `cores`, the engine may run on any core. `environment` is added to this process's."""
+        """With empty `cores`, the engine may run on any core. `environment` is added to this process's environment."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number

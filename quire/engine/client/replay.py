@@ -2,9 +2,9 @@
 
 When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
 requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
-first, without other requests, then half of that half, finally a single one. A suspect is cleared by some tokens, or by
-its end. A request that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes
-no suspects and clears none.
+first, without other requests, then half of that half, finally a single one. A suspect is cleared once it has got some
+tokens or has ended. A request that repeatedly ends an engine in which it is alone is given up. A process ended from
+outside makes no suspects and clears none.
 
 Uses no clock and no I/O.
 """

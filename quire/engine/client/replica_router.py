@@ -41,10 +41,10 @@ class Router:
         """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Chooses a replica and counts the request as open there. This is the replica with the longest cached prefix
-        or, if it has more than MOST_AHEAD additional open requests or more of them than additional cached pieces, the
-        least loaded one. Requests and pieces are comparable, because a request in the batch costs about as much as
-        computing a piece.
+        """Chooses a replica and counts the request as open there. The replica with the longest cached prefix is chosen,
+        unless it has more open requests than the least loaded replica, by more than MOST_AHEAD or than the pieces that
+        its cache saves. Then the least loaded one is chosen. Requests and pieces are comparable, because a request in
+        the batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))

@@ -112,7 +112,7 @@ class RequestQuarantined(EngineError):
 
 class ConfigError(QuireError, ValueError):
     """A wrong setting. It is a ValueError, as programs that create an LLM expect. Code that handles a library's
-    ValueErrors must re-raise it.
+    ValueErrors must re-raise ConfigErrors.
     """
 
 
@@ -122,7 +122,7 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """True if a retry may succeed; False if the request caused the failure."""
+    """True if the same request may succeed later or on another server."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 

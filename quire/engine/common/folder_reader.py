@@ -128,8 +128,8 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Return the value at `rope_parameters.factor` or `layer_types[3]`. If a key is missing, return the value before
-    it.
+    """Return the value at `rope_parameters.factor` or `layer_types[3]`. If a key is missing, return the value reached
+    before it.
     """
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
