@@ -49,8 +49,8 @@ class RepoListing:
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """Return the snapshot's folder, or the first part of its GGUF file. If `refresh`, ask the hub even for cached
-    models. Raises ModelError.
+    """Return the snapshot's folder, or the first part of its GGUF file. If `refresh`, ask the hub even for cached GGUF
+    files. Raises ModelError.
     """
     revision = name.revision or revision
     if name.wants_gguf and not refresh and (cached := _find_cached_gguf(name, revision)) is not None:

@@ -18,7 +18,7 @@ MAX_BACKLOG = 2**18
 """Maximum number of unread tokens in a stream, about 20 MB. Each reported alternative counts as a token."""
 
 Versions = list[tuple[str, int]]
-"""(version, number of tokens that it computed), in order."""
+"""(weights version, number of tokens that it computed), in order."""
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:

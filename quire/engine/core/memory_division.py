@@ -9,7 +9,9 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """Divide the memory of the machine, or of the process's control group. None if its size is unknown."""
+    """Divide the memory of the machine, or of the process's control group. None if its size or `resident_at_start` is
+    unknown.
+    """
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None
@@ -41,7 +43,7 @@ def divide_host_memory(
     *, total: int, available: int, resident: int, resident_at_start: int, weights: int, kv: int
 ) -> MemoryView:
     """`resident`: the process's bytes in RAM now; `resident_at_start`: the same when the engine became ready. KV blocks
-    take RAM only once they are used, but never count as free.
+    never count as free, although they take RAM only once they are written.
     """
     others = min(max(total - available - resident, 0), total)
     weights = min(weights, total - others)

@@ -13,7 +13,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Limit for all layers together, few enough to create without weights."""
+"""Limit for all layers together, so that a bad config.json cannot make Quire create too many."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
 """Raises ModelError."""
