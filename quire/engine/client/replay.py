@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""Tokens from one engine that clear a request. The first shows that its prompt is harmless, the others that decoding
-is.
+"""Tokens from one engine that clear a request. The first shows that its prompt is harmless, the others show it of
+decoding.
 """
 MAX_LONE_CRASHES = 2
 """A request is given up after ending this many engines in which it was alone."""

@@ -1,5 +1,5 @@
 """Clocks of the machine or of a simulation. Call them as attributes of this module, so that one assignment replaces a
-clock everywhere, except in commands and device code, which use `time`.
+clock everywhere except in commands and device code.
 """
 
 from __future__ import annotations

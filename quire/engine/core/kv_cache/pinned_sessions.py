@@ -218,9 +218,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """Unpin blocks until `count` more unpinned blocks are free. The session least likely to continue loses its last
-        blocks first.
-        """
+        """Unpin blocks until `count` more are free. The session least likely to continue loses its last blocks first."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -230,7 +228,7 @@ class PinnedSessions:
         while pinned_sessions and self._pool.num_free_unpinned < needed:
             session = pinned_sessions.pop()
             self.counts.sessions_given_up += 1
-            while session.blocks and self._pool.num_free_unpinned < enough:  # blocks also used or pinned elsewhere stay
+            while session.blocks and self._pool.num_free_unpinned < enough:  # others may use or pin the blocks
                 self._unpin_last_blocks(session, enough - self._pool.num_free_unpinned)
 
     def _unpin_some_snapshots(self, count: int) -> None:

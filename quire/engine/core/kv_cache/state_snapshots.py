@@ -175,7 +175,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """Tokens before the snapshot near the prompt's end; None if it would save too few tokens."""
+        """Tokens before the snapshot near the prompt's end; None if the snapshot would save too few."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

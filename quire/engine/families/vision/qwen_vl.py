@@ -41,7 +41,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     max_pixels: int
     output_size: int
     position_table_size: int = 0
-    """Rows of the table of a square's positions, or 0 without a table."""
+    """Rows of the position table, which covers a square; 0 without a table."""
     window_side: int = 0
     """Pixels per side of attention windows, or 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
