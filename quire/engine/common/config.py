@@ -319,7 +319,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """Raise max_num_batched_tokens on a large GPU, if it is not set. `memory`: the GPU's memory in bytes."""
+        """Raise max_num_batched_tokens on a large GPU, if it is unset. `memory`: the GPU's bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})

@@ -158,8 +158,10 @@ class Encoder:
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
         """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
-        (ascending). `lengths` has, per metadata group, the lengths of sequences that attend within themselves.
-        `cos_sin` is [T, head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
+        (ascending).
+
+        `lengths` has, per metadata group, the lengths of the sequences within which tokens attend. `cos_sin` is [T,
+        head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
         """
         backend = self._backend
         spec = self.spec

@@ -115,7 +115,7 @@ def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
 
 
 def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
-    """As in llama.cpp, end tokens become control tokens, which are one token in prompts and hidden in answers."""
+    """As in llama.cpp, end tokens become control tokens, so each is one token in prompts and hidden in answers."""
     tokens = header.get_strings(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")

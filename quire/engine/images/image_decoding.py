@@ -73,7 +73,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """PngImageFile.getexif decodes all pixels, so it is called only if metadata follows the pixels."""
+    """PngImageFile.getexif is called only if metadata follows the pixels, because it decodes all pixels."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):

@@ -47,7 +47,7 @@ class PixelShuffleProjector(Projector):
 
 
 def pixel_shuffle(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor:
-    """Convert [rows * columns, hidden] to [tokens, scale² * hidden]. A token joins the patches of a square row by row."""
+    """Convert [rows * columns, hidden] to [tokens, scale² * hidden]. A token joins a square's patches row by row."""
     squares = hidden.view(rows // scale, scale, columns // scale, scale, -1).transpose(1, 2)
     return squares.reshape(rows // scale * (columns // scale), -1).contiguous()
 
