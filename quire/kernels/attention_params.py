@@ -16,8 +16,8 @@ class AttentionParams:
     softcap: float | None = None
     """With a softcap c, a score s becomes c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Number of later keys that a query sees. None: all later keys. On GPUs, scaled_dot_product_attention computes None
-    where it can, and the reference computes all other values except 0.
+    """Number of later keys that a query sees. None: all later keys. On GPUs, only 0 has a kernel. None is computed by
+    scaled_dot_product_attention if possible, everything else by the reference.
     """
     relative_bias: Tensor | None = None
     """[H, 2 L + 15] float32 for contexts of up to L tokens. Column L - 1 + d is added to the score of a key that is d

@@ -119,7 +119,8 @@ class AttentionMetadata:
     blocks.
     """
     state_slots: Tensor | None = None  # [S] int64; None if the model has no recurrent state
-    state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
+    # None if neither this step nor the last one has draft tokens
+    state_and_verified_counts: StateAndVerifiedCounts | None = None
     rope_position_override: Tensor | None = None  # [T] int64; None: rope_positions are `positions`
     mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None if all three are equal
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
@@ -129,8 +130,8 @@ class AttentionMetadata:
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; () if unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """Return a copy with `other_groups`, given one block table and slot mapping per KV cache group. Those of group
-        0 must be this object's.
+        """Return a copy whose `other_groups` have the tables and slot mappings from index 1 on. `tables` and
+        `slot_mappings` have one item per KV cache group, and item 0 must be this object's.
         """
         if len(tables) == 1:
             return self
@@ -274,10 +275,10 @@ class Operations(ABC):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Norm, rotate and store index keys k [T, D]. For each token, return the positions of the top_k keys with the
-        highest scores up to the token: [T, top_k] int32, ascending, then -1 if keys are fewer.
+        highest scores up to the token: [T, top_k] int32, ascending, padded with -1 if there are fewer keys.
 
-        q [T, heads * D] is not yet rotated, and may be overwritten; weights [T, heads]. Of equal scores, the earliest
-        keys are chosen. A row does not depend on the batch, chunks or block ids.
+        q [T, heads * D] is not yet rotated, and may be overwritten; weights [T, heads]. Of keys with equal scores, the
+        earliest are chosen. A row does not depend on the batch, chunks or block ids.
         """
 
     @abstractmethod
@@ -414,7 +415,7 @@ class Backend(Operations):
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
         """Fuse weights that share an input into one linear. The weights may be freed afterwards. If x is rounded to
-        integers, each row is rounded by itself. If wide, the result is float32.
+        integers, a row's rounding does not depend on other rows. If wide, the result is float32.
         """
 
     @abstractmethod
@@ -447,8 +448,9 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Combine layers into one call with the same bits; None if unsupported. If `starts`, the first layer begins the
-        residual stream (hidden, dtype). groups: number of block tables in the metadata.
+        """Return one call that runs any range of `layers` with the same bits; None if unsupported. The residual stream
+        is [T, hidden] in `dtype`. If `starts`, the first layer begins it, so this layer gets no residual. groups:
+        number of block tables in the metadata.
         """
         return None
 

@@ -132,11 +132,11 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return the first preferred backend that passes a trial, and a text for the log. A later trial is used if no
-    backend passes the earlier ones.
+    """Return a backend, and a text for the log. If `name` is "auto", this is the first preferred backend that passes
+    the first trial. If none does, the next trial is run on all of them. The reference comes last.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
-    if no backend passes any trial.
+    if not even the reference passes the last trial.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)

@@ -13,8 +13,8 @@ class RankEnded(Exception):
 
 class Collective(ABC):
     """All ranks call the same methods in the same order, with the same number of rows. A row's bits do not depend on
-    other rows. Methods raise RankEnded. Ranks need a torch.distributed store for methods that raise NotImplementedError
-    here.
+    other rows. Methods raise RankEnded. Methods that raise NotImplementedError in this class work only between ranks
+    that have a torch.distributed store.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """Return True if all ranks succeeded, the same answer on all. The host waits."""
+        """Return whether all ranks succeeded. All ranks get the same answer. The host waits for it."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
@@ -58,4 +58,6 @@ class Collective(ABC):
 
     @abstractmethod
     def abort_collectives(self) -> None:
-        """Wake all waiting ranks. Thread-safe."""
+        """End this rank's waits for other ranks, now and later, with RankEnded. With shared memory, this also ends the
+        waits of the other ranks. Thread-safe.
+        """

@@ -159,7 +159,7 @@ class DistributedCollective(Collective):
                 begin().wait()  # on a GPU only the stream waits
         except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
-                raise  # this rank failed; if another rank had ended, NCCL would wait until it is aborted
+                raise  # this rank itself failed: NCCL reports no end of another rank, but waits until it is aborted
             raise RankEnded from error
 
 
@@ -173,7 +173,9 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """If one_shot, GPUs of one machine sum small tensors with our own kernel if possible."""
+    """Return a collective over NCCL if `device` is a GPU, otherwise over sockets. `address` is this machine's. If
+    one_shot, GPUs of one machine sum small tensors with our own kernel if possible.
+    """
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

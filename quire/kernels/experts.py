@@ -57,6 +57,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Create all MoEs before `finish_loading`, which also raises ValueError if the memory holds less than one
-    expert.
+    """Experts that stay on disk. Create all MoEs before `finish_loading`, which also raises ValueError if the memory
+    for the most used experts is smaller than one expert.
     """

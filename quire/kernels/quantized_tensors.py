@@ -32,8 +32,8 @@ class NestedScales:
     """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32. They are half floats times powers of two, and those of one output are not
-    far apart.
+    """[out, in / block] float32. They are half floats times powers of two. Except in unused blocks, the numbers of an
+    output differ so little in magnitude that half floats can store them after division by one power of two.
     """
     multiples: Tensor
     """[out, in / group] int8, from 0 to 15 if the weight has offsets."""
@@ -60,8 +60,8 @@ class NestedScales:
 
     @property
     def used_blocks(self) -> Tensor:
-        """`blocks`, with 0 where all multiples are 0. Such a number may be so large that half floats cannot hold the
-        others.
+        """`blocks`, with 0 for each block whose multiples are all 0. The number of such a block has no effect, and may
+        be so large that the output's other numbers, scaled by the same power of two, would be lost in half floats.
         """
         return torch.where(self._block_multiples.any(2), self.blocks, 0.0)
 

@@ -55,7 +55,9 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Number of most likely tokens that top-p searches first. It sorts all tokens if the distribution is too flat."""
+"""Number of most likely tokens that are sorted for top-p at first. If their probability is too small together, all
+tokens are sorted.
+"""
 
 
 class ReferenceBackend(Backend):
@@ -382,7 +384,9 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """If False, F.linear multiplies, whose algorithm, and so a row's bits, may depend on the number of rows."""
+    """Return whether `_pack_onednn` works. If it does not, F.linear multiplies. Its algorithm, and therefore a row's
+    bits, may depend on the number of rows.
+    """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -391,7 +395,7 @@ def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     """Pack in oneDNN's blocked layout, which is up to twice as fast as F.linear for 1 to 16 rows. A row has the same
     bits with any 2 or more rows (measured in bfloat16, and in float32, where F.linear fails this). A single row takes
-    another path, so it is doubled.
+    another path, so a single row is computed twice, as two rows.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

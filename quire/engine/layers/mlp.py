@@ -79,5 +79,6 @@ class MLP(Sublayer):
     def _activate(self, ops: Operations, x: Tensor) -> Activations:
         if not self._spec.gated:
             return ops.apply_activation(x, self._activation)
-        x = scale_tensor(ops, x, self._spec.multipliers[0])  # also scales up, which is undone after down_proj
+        # Also scales the up projection, which is undone after down_proj.
+        x = scale_tensor(ops, x, self._spec.multipliers[0])
         return activate_gate_up(ops, x, self._down, gelu=self._spec.activation == "gelu_tanh")

@@ -56,8 +56,8 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the normed activations to 8 bits if their only readers, `linears`, accept that. With `parallel`,
-        norms only the residual.
+        """Quantizes the normed activations to 8 bits if their only readers, `linears`, accept that. Returns the same as
+        add_and_norm, but with `parallel` ignores x and returns (norm(residual), residual).
         """
         if parallel:
             assert residual is not None

@@ -1,5 +1,5 @@
-"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs, o_proj and down_proj by inputs,
-whose results are summed.
+"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs. o_proj and down_proj are split
+by inputs, and the ranks' results are summed.
 """
 
 from __future__ import annotations

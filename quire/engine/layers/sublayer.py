@@ -55,7 +55,7 @@ class BuildContext:
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """By the name of the linear's first use."""
+    """Linears that several layers share, by the name of the first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:

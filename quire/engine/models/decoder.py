@@ -40,16 +40,18 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""By index in the block (engine/checkpoint/kv_cache_groups.py)."""
+"""One item per layer index in the block (engine/checkpoint/kv_cache_groups.py)."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Longer steps report progress after each layer."""
+"""Recorded layers run in one call for up to this many tokens. Longer steps need a call per layer, so that progress is
+reported after each layer.
+"""
 
 
 class _BoundSublayer(NamedTuple):
     sublayer: Sublayer
     cache_indices: list[int]
     is_last_stateful: bool
-    """Later sublayers need not compute all tokens."""
+    """If True, no later sublayer of the layer stores a state, so later sublayers compute only the selected rows."""
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
@@ -199,7 +201,9 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By layer index in the block. Layers with the same index belong to different groups and share its tensors."""
+        """Return a tuple of specs per layer index in the block. Layers with the same index belong to different KV cache
+        groups and share the tensors.
+        """
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -208,7 +212,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Indexed by layer index in the block."""
+        """Return a tuple of specs per layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -258,7 +262,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Return [R, hidden] at ascending `rows` [R]. Stores keys and values of all T tokens."""
+        """Return normed hidden states [R, hidden] at ascending `rows` [R]. Stores keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -270,7 +274,9 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Also return the residual streams [T, hidden] before `aux_layers` (ascending)."""
+        """Like `forward`, but also return the residual streams [T, hidden] before each of `aux_layers` (ascending).
+        `features` replace the embeddings of media tokens.
+        """
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -288,7 +294,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The last layer computes only `output_rows`, if given."""
+        """If `output_rows` are given, the last layer computes only these rows."""
         if self._layer_streamer is not None:
             self._layer_streamer.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
@@ -320,7 +326,9 @@ class Decoder:
         return x, residual, aux_hidden_states
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """x [T, hidden], and the residual stream to add it to (None at first)."""
+        """Return x [T, hidden] and the residual stream, to which x is not yet added. The first stage has no residual
+        stream (None).
+        """
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
@@ -342,7 +350,9 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers`: indices in this stage. The last one computes only `output_rows`, if given."""
+        """`layers`: indices in this stage. If `output_rows` are given, the last of these layers computes only these
+        rows.
+        """
         done, streamer = layers.start, self._layer_streamer
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             is_streamed = streamer is not None and bool(streamer.streamed_layers)
@@ -393,7 +403,7 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
-        """None if the backend cannot record."""
+        """Return None if the backend cannot record layers."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -404,19 +414,19 @@ class Decoder:
         return self._recorded_layers[1]
 
     def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, hidden]."""
+        """Map [T] to [T, hidden]."""
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        """[R, hidden] to [R, vocab] float32. Only the first rank gets all columns."""
+        """Map [R, hidden] to [R, vocab] float32. Only the first rank gets the columns of all ranks."""
         logits = self._shard_logits(hidden, context)
         return logits if self.shard.group is None else self.shard.gather_columns(logits, self.spec.vocab_size)
 
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Argmax [R] int64 on every rank; flags [R], valid on the first. The host does not wait. Ranks exchange two
-        numbers per row.
+        """Return the argmax [R] int64 of all ranks' logits, and [R] bool from `has_finite_logits`, of which only the
+        first rank's are used. The host does not wait. Ranks exchange two numbers per row.
         """
         logits = self._shard_logits(hidden, context)
         tokens = self.argmax(logits)
@@ -437,5 +447,7 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """[R]. NaN spreads to whole rows, so one logit suffices, in a tenth of the time."""
+    """Return [R] bool: False if a row has NaN or infinity. Reads the hidden states and one logit per row, because NaN
+    in a hidden state spreads to all logits of the row. This takes a tenth of the time of reading all logits.
+    """
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

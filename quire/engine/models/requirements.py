@@ -21,7 +21,9 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
-    """Without attention, a spec that any backend computes. Raises ModelError if layers keep no state."""
+    """Return the attention spec with the largest head_dim. If all states are recurrent, return a spec that any backend
+    computes. Raises ModelError if no layer has a state.
+    """
     attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
         *spec.sublayers_of_kind(AttentionLayerSpec),
         *spec.sublayers_of_kind(MLALayerSpec),
@@ -55,7 +57,9 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """On CPUs, MLA's latent head. Elsewhere MLA has its own kernels."""
+    """Return the largest head_dim of keys. For MLA, this is the size of a latent key on CPUs, and of a query on other
+    devices, where MLA has kernels of its own.
+    """
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
@@ -63,7 +67,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
-    """(parameters, value_dim) of each kind and size of recurrence."""
+    """Return (parameters, value_dim) for each kind and size of recurrence in the model."""
     first: dict[tuple[type[MatrixStateSpec], int, int, int], MatrixStateSpec] = {}
     for each in spec.sublayers_of_kind(MatrixStateSpec):  # type: ignore[type-abstract]
         first.setdefault((type(each), each.num_heads, each.key_dim, each.value_dim), each)

@@ -43,7 +43,7 @@ class BatchSampler:
     def sample_and_write_greedy(
         self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext
     ) -> Tensor:
-        """Returns tokens [R] int64, NONFINITE_TOKEN if a row has no finite logits."""
+        """Returns tokens [R] int64, with NONFINITE_TOKEN for rows whose logits are not finite."""
         sampled, is_finite = self._model.greedy_tokens_and_finite_flags(hidden, linear_context)
         self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
@@ -62,7 +62,7 @@ class BatchSampler:
         logits_and_finite_flags: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
         """Returns tokens [R] int64, and logprob_tensors of the rows that report them. Overwrites the logits. A token is
-        NONFINITE_TOKEN if its row has no finite logits, and NO_TOKEN_LEFT if constraints left none.
+        NONFINITE_TOKEN if its row's logits are not finite, and NO_TOKEN_LEFT if constraints allow no token.
         """
         logits, is_finite = logits_and_finite_flags
         if not sample_targets.rows:

@@ -88,8 +88,9 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Returns an upper bound that is known before weights are loaded. It keeps per-position tables from growing with
-    the context length in config.json. `token_bytes`: KV bytes of a token in all layers.
+    """Returns an upper bound of the tokens in the KV cache. It is known before weights are loaded, and keeps
+    per-position tables from growing with the context length in config.json. `token_bytes`: KV bytes of a token in all
+    layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -257,7 +258,7 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
     """Stacks tensors of the same shape and dtype as [tensors, blocks, ...], so that one operation covers a block in all
     layers. Device tensors are zeroed, because kernels also read unwritten blocks before a sliding window, with weight
-    0. Host tensors are not.
+    0. Host tensors are not zeroed.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros

@@ -274,9 +274,7 @@ class DevicePlan:
     vision_backend: Backend
     """For the vision tower, whose attention is not sharded under context parallelism."""
     eager_prefill_reason: str | None = None
-    """Why CUDA graphs are captured only of decodes, not of prefills. None if prefills are captured too, and on
-    followers.
-    """
+    """Why CUDA graphs contain decodes but no prefills. None on follower ranks, and if graphs contain prefills too."""
     stepwise_recurrence_reason: str | None = None
     """Why long prompts of recurrent layers are computed token by token, if a trial decided that; otherwise None."""
 

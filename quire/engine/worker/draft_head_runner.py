@@ -74,8 +74,8 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """[slots + 1, 2 + max drafts, hidden]: the states before the tokens that each slot sampled last. Along axis 1,
-        the last entry is for the states of graphs that draft.
+        """[slots + 1, 2 + max drafts, hidden]: entry n of a slot is the head's state before token n (from 0) of those
+        that the slot's last step sampled. The last entry holds the state that graphs update while they draft.
         """
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
@@ -125,7 +125,8 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        # The token after an unsampled row may not be stored yet; then its id is garbage.
+        # If a row samples nothing, the token after it may not be stored yet. Its id may then be any number, so ids are
+        # clamped.
         """`token_slots` [T] are the tokens' slots."""
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)

@@ -25,7 +25,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Inputs of a forward pass over T tokens, at R of which the step samples."""
+    """Inputs of a forward pass over T tokens. The step samples after R of these tokens."""
 
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
@@ -82,7 +82,7 @@ class InputBatch:
         self._has_draft_states = slot_states.max_drafts > 0 and any(recurrent_states)
         self._has_recurrent_matrices = any(
             len(layer_states) > 1 for layer_states in recurrent_states
-        )  # some layer has more than convolution columns
+        )  # some layer has states other than convolution columns
         self.block_size, self.max_model_len = block_size, max_model_len
         self.context_shard = single_shard(block_size) if context_shard is None else context_shard
         self._tokens_in_page = self.context_shard.token_range_in_page
@@ -97,8 +97,8 @@ class InputBatch:
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._state_lengths = np.zeros(num_slots, dtype=np.int64)
-        """Tokens in each slot's recurrent states. Negative before a new request's first step, because the states then
-        have all tokens before that step.
+        """Number of tokens that each slot's recurrent states include. Negative until a new request's first step: this
+        step finds states that include all tokens before it.
         """
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
@@ -183,7 +183,9 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """Returns False if a slot's new request has no recorded state length; then no graph can run the step."""
+        """Records the state lengths after the step. Returns False, and records nothing, if one of the slots has no
+        recorded length because its request is new. No graph can run such a step.
+        """
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):

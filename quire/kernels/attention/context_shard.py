@@ -8,8 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """The tokens that one rank stores under decode context parallelism. Of each block, every rank stores
-    `tokens_per_page` consecutive tokens, in rank order.
+    """The tokens that one rank stores under decode context parallelism. Every rank stores `tokens_per_page` consecutive
+    tokens of each block: rank 0 the first ones, rank 1 the next, and so on.
     """
 
     rank: int
@@ -37,8 +37,8 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots of `positions` in `pages` [.., T] int64, or `remote_slot` for other ranks' tokens. The host
-        does not wait for the device.
+        """Return the slots of `positions` in `pages` [.., T] int64, with `remote_slot` for tokens that other ranks
+        store. The host does not wait for the device.
         """
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places

@@ -35,7 +35,7 @@ class PartialSoftmax(NamedTuple):
         return self.weighted_values / totals[:, :, None]
 
     def to_packed_tensor(self) -> Tensor:
-        """Return [T, H, V + 2]: the weighted values, the maximum score times log2(e), the sum."""
+        """Return [T, H, V + 2]: the weighted values, the maximum score times log2(e), and the sum."""
         return torch.cat((self.weighted_values, (self.max_scores * LOG2E)[:, :, None], self.exp_sums[:, :, None]), 2)
 
 
@@ -110,7 +110,9 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Attend from up to QUERY_TILE rows to `shard`'s keys by tiles. unselected [rows, keys] marks hidden keys."""
+    """Compute attention of up to QUERY_TILE rows over `shard`'s keys, one tile of keys after the other. If `unselected`
+    [rows, keys] is given, rows do not see the keys for which it is True.
+    """
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))

@@ -1,6 +1,7 @@
-"""C++ kernels for float32 and bfloat16. The reference computes other dtypes, except with KV caches, which have their
-own layout and raise TypeError. add_* and mul_by_column_slice work in place on contiguous arguments. A call takes a few
-microseconds of Python, so methods create only tensors that they return.
+"""C++ kernels for float32 and bfloat16. The reference computes operations on other dtypes, but operations on KV caches
+raise TypeError for them, because the reference cannot read the kernels' KV layout. add_* and mul_by_column_slice work
+in place on contiguous arguments. A call takes a few microseconds of Python, so methods create only tensors that they
+return.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Tokens of a block, and tokens of the tiles that attention merges in order."""
+"""Tokens per block without context parallelism, and tokens per tile of keys. Attention merges tiles in order."""
 _MAX_VOCAB = 2**19
-"""From this vocabulary size on, the reference samples."""
+"""If the vocabulary has this many tokens or more, the reference samples."""
 
 
 class CpuBackend(CpuLinearBackend):

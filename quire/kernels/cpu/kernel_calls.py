@@ -389,7 +389,7 @@ class ImmediateCalls(KernelCalls):
 
 
 def check_cache_dtypes(x: Any, caches: CachePair) -> None:
-    """Raises TypeError if the caches' dtypes do not suit x."""
+    """Raises TypeError unless both caches have the same dtype, which is x's or one of QUANTIZED_KV_DTYPES."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")

@@ -345,8 +345,8 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Return the instruction sets that are built and supported by this CPU, best last. QUIRE_CPU_ISA names the last.
-    Raises ValueError if that is unusable.
+    """Return the instruction sets that are built and supported by this CPU, best last. If QUIRE_CPU_ISA is set, no
+    better set than the one that it names is returned. Raises ValueError if that set is unknown or unusable.
     """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
@@ -374,6 +374,6 @@ def is_amx_refused() -> bool:
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Best last. Needs the plain library."""
+    """Return the sets that this CPU supports, built or not, best last. Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -21,7 +21,9 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """query_start and key_start count from the first sequence after the decodes."""
+    """Where decodes end and prompts begin in a mixed batch. query_start and key_start are those of the prompts, counted
+    from 0.
+    """
 
     num_decodes: int
     """Number of leading sequences with one query: at least one, but not all sequences."""

@@ -21,8 +21,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """Return a tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s, which
-    leaves enough tiles and needs no host.
+    """Return the sequence that a tile belongs to, and the tile's index within the sequence. Sequence s starts at tile
+    query_start[s] // BLOCK_Q + s. So each sequence has enough tiles, and the host need not compute their numbers.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -74,7 +74,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows, with 0 for those not `inside` if MASKED, because a page may be unwritten there."""
+    """Load rows. If MASKED, load 0 for rows that are not `inside`, because their page may be unwritten."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -228,7 +228,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per partial softmax, or 0 for only one."""
+    """SPLIT: keys per partial softmax, or 0 to compute a single softmax."""
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -275,8 +275,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per split, counted from position 0. With 0, each program has one of equal splits of a tile's keys,
-    maybe an empty one with maximum -inf.
+    """SPLIT: keys per split, where split 0 begins at position 0. If SPLIT is 0, a tile's keys are divided into `splits`
+    equal parts. Some parts may be empty, and their maximum is then -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,

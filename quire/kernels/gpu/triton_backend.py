@@ -99,7 +99,7 @@ class TritonBackend(TritonLinearBackend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # models do not call this, but rope_and_store_kv
+        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # slow, but models call rope_and_store_kv instead
             super().store_kv(k, v, k_cache, v_cache, slots, scales)
         else:
             triton_fused.store_kv(k, v, k_cache, v_cache, slots)

@@ -91,7 +91,9 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """Return the block size, which holds a row, and the warps. Threads load 16 bytes of bfloat16, up to four times."""
+    """Return the block size, which is `size` rounded up to a power of two, and the number of warps. In blocks of 512 to
+    8,192 numbers, a thread loads 32 bytes of bfloat16.
+    """
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 

@@ -33,7 +33,9 @@ def integer_scale(most):
 
 @triton.jit
 def to_integer(x, scale):
-    """Round ties to even, because adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Return x / scale as int8, with ties rounded to even. The rounding works because a float32 above 2^23 has no bits
+    for a fraction.
+    """
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 

@@ -51,7 +51,7 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Return the GPU's multiprocessors, or an arbitrary number under the interpreter (device None)."""
+    """Return the number of the GPU's multiprocessors, or an arbitrary number under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -36,10 +36,11 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """Attend without decode_prefill_parts in the metadata. Pages are [P, page size, K, D], page size a power of two.
+    """Compute attention for metadata without decode_prefill_parts. Pages are [P, page size, K, D], page size a power of
+    two.
 
-    fixed: batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. shard: which tokens this
-    rank has. The result is then `PartialSoftmax.to_packed_tensor` without sinks.
+    fixed: batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. If `shard` is given, it
+    says which tokens this rank has, and the result is a `PartialSoftmax.to_packed_tensor` without sinks.
     """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 _KEY_TILE = 128
 _QUERY_TILE = 16
-"""All matrix products have these tile sizes, so that a row's sums do not depend on the batch."""
+"""Rows of q per matrix product. With this and the tile size of keys, all products have one shape, so that a row's sums
+do not depend on the batch.
+"""
 
 
 def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:

@@ -11,7 +11,7 @@ others.
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router chooses experts. Among equals, the first wins."""
+    """How a router chooses experts. Of experts with equal scores, the one with the lowest index is chosen first."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
@@ -27,9 +27,9 @@ class Routing:
     num_groups: int = 1
     """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1
-    """Experts are chosen from this many groups, which are chosen first (DeepSeek-V2, 2024)."""
+    """First this many groups are chosen, then experts from these groups (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
-    """A group's score is the sum of this many best experts."""
+    """A group's score is the sum of the scores of this many best experts in it."""
     softcap: float | None = None
     """With a softcap c, a score s becomes c * tanh(s / c)."""
     weights_inputs: bool = False

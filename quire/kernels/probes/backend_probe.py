@@ -24,7 +24,9 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens, and maximum query rows per KV head. flash-attn 4 has another kernel for rows that fit one tile."""
+"""Tokens of the short prompt, and the maximum of its query rows (tokens times query heads) per KV head. Such rows fit
+one tile, for which flash-attn 4 has another kernel.
+"""
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
 """Factor of queries, which gives few keys most of the weight. A scale that is a few percent off then changes means by
@@ -199,7 +201,9 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Return why a graph cannot hold the step, or None. `before` is called between capture and replay."""
+    """Return why `step` fails in a graph or gives other results than `expected`; None if neither. `before` is called
+    between capture and replay.
+    """
     try:
         replay, result = capture(step)
         before()
@@ -221,7 +225,7 @@ def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
     """Return indices and metadata of a step with the last chunk of the first prompt and one token of the second. If
-    `swapped`, it has one token of the first and a chunk of the second, with the same total.
+    `swapped`, the step has one token of the first prompt and a chunk of the second, and as many tokens in total.
     """
     counts = (block_size + 2, 1)
     if swapped:
@@ -233,7 +237,9 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """The two sequences have pages (3, 1, 4) and (2, 2, 2)."""
+    """Return the metadata of a step with the last counts[i] of the lengths[i] tokens of sequence i. The two sequences
+    have pages (3, 1, 4) and (2, 2, 2).
+    """
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

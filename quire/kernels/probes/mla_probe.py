@@ -32,7 +32,7 @@ class MLAProbe(BackendProbe):
 
     heads: int
     dims: tuple[int, int, int, int]
-    """Sizes of latent, rotated part and other part of a query, and value."""
+    """Sizes of the latent, of a query's rotated part, of a query's other part, and of a value."""
     is_interleaved: bool = True
 
     def find_mismatch(self, backend: Backend) -> str | None:

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
 
 class OffloadCounts(NamedTuple):
     experts_read: int = 0
-    """Experts that steps used. Each expert counts once per step."""
+    """Experts that steps used, whether in memory or on disk. Each expert counts once per step."""
     experts_kept: int = 0
     experts_guessed: int = 0
-    """Experts that were prefetched before their router had chosen."""
+    """Experts that were predicted before their router had chosen. While most predictions are right, predicted experts
+    are prefetched.
+    """
     experts_guessed_right: int = 0
-    """Prefetched experts that the router then chose."""
+    """Predicted experts that the router then chose."""
     disk_bytes: int = 0
     """Bytes read from disks, or 0 if the OS does not report them."""
 

@@ -33,7 +33,7 @@ class ShortConvolution(RecurrentMixer):
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """The last convolution columns of each PIECE, because a request may resume after it."""
+        """The last convolution columns of every PIECE tokens, because a request may resume after any piece."""
         pieces = self._build_context.backend.block_size // PIECE
         shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
         return (CacheTensorSpec(shape, self._build_context.dtype),)

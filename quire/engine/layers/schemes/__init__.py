@@ -32,7 +32,7 @@ class QuantizationScheme(ABC):
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
         """Fuse linears with the same input, in this order. `cuts` apply to axes that were not sliced on reading. With
-        `wide`, results of the same sums are float32.
+        `wide`, results are float32; the sums are the same.
         """
 
     @abstractmethod

@@ -174,7 +174,7 @@ _CONVERTERS_BY_TYPE: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = 
     "TQ1_0": (54, codebooks.tq1_0_to_grouped_weight),
     "TQ2_0": (66, codebooks.tq2_0_to_grouped_weight),
 }
-"""By type: bytes per block, and the converter of blocks [out, blocks, bytes]."""
+"""For each type, the bytes per block, and a function that converts blocks, which are [out, blocks, bytes] uint8."""
 SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 

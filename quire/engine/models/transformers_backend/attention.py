@@ -14,8 +14,8 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """Serves a class's calls of attention. They come in the probe's order: the n-th call is for the n-th layer. A
-    step's tokens are one row.
+    """Computes attention for a class's calls, which come in the same order as in the probe. So the n-th call is for the
+    n-th layer. All tokens of a step form one row of a batch of size 1.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
-        """[T]."""
+        """The positions of the step's tokens, [T] int64."""
         assert self._metadata is not None
         return self._metadata.positions
 

@@ -41,8 +41,9 @@ _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Return a summary for people. Keeps one tensor and its quantized result in memory at a time. Raises ModelError and
-    OSError; `out` is not created then.
+    """Write a quantized copy of the checkpoint to the new folder `out`, and return a summary for people. Keeps one
+    tensor and its quantized result in memory at a time. Raises ModelError and OSError, and in both cases does not
+    create `out`.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -71,7 +72,7 @@ def _write_quantized_checkpoint(
         raise ModelError(
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
         )
-    layouts = {  # the written tensors for each tensor of the checkpoint; a single one is copied
+    layouts = {  # by shard and tensor: the tensors to write, only one if the tensor is not quantized
         shard: {name: _tensor_layout(name, *header, target_format) for name, header in by_name.items()}
         for shard, by_name in headers.items()
     }

@@ -34,7 +34,9 @@ DecodeFunction = Callable[[Tensor, int], Tensor]
 data that changes.
 """
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps (rows, hidden states) to tokens [B] int64, which are also stored in slots, or to [..., B]."""
+"""Maps (rows, hidden states) to tokens [B] int64, and also stores them in the slots. A draft model's function returns
+tokens and their probabilities, [2, B].
+"""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
 """Maps (rows, hidden states, max blocks) to [B, ...]. Runs once sampled tokens are stored."""
 MAX_SAMPLE_ROWS = 64

@@ -8,8 +8,9 @@ the ragged kernel with the maximum length (kernels/gpu/prefill_decode_split.py).
 vLLM has piecewise graphs, one set for each number of tokens, and runs attention between the pieces. That needs fewer
 graphs, but launching attention from the host takes most of a small step's time.
 
-After a step first asks for a graph, it is captured in an idle moment, or when another step asks for it. If there are
-MAX_MIXED_GRAPHS already, it replaces the least recently used graph, unless that was used a short time ago.
+After a step has first asked for a graph, the graph is captured in an idle moment, or when a second step asks for it. If
+there are MAX_MIXED_GRAPHS already, the new graph replaces the least recently used one, unless MIN_IDLE_STEPS forbids
+it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ NUM_PREFILL_ROWS = 8
 """The number of prefill sequences in a graph. At least one is padding."""
 
 MIN_IDLE_STEPS = 256
-"""A graph is replaced only after this many later steps with prompts. A capture takes as long as two or three steps, so
-captures then cost a few percent of the time at most, even if all steps ask for different graphs.
+"""A graph is replaced only if this many later steps, for which a mixed-batch graph could serve, did not use it. A
+capture takes as long as two or three steps, so captures then cost a few percent of the time at most, even if all steps
+ask for different graphs.
 """
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
@@ -104,7 +106,9 @@ class MixedBatchGraphs:
         self._requested_once: set[MixedGraphKey] = set()
         self._num_planned = 0
         self._last_uses: dict[MixedGraphKey, int] = {}
-        """Maps a captured graph to the number of steps planned before its last use, in order of last use."""
+        """Maps a captured graph to the value of `_num_planned` at the graph's last use. The least recently used graph
+        comes first.
+        """
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
@@ -179,7 +183,7 @@ class MixedBatchGraphs:
 
     @property
     def num_missing(self) -> int:
-        """An upper bound of the number of graphs still to be captured."""
+        """The number of graphs that may still be captured without replacing others."""
         return max(MAX_MIXED_GRAPHS - len(self.graph_set.graphs), 0)
 
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:

@@ -51,11 +51,13 @@ class ImageEncoderCache:
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """The image stored last is kept even if its features are larger."""
+        """Limit for the features of all cached images. The image that was stored last is kept even if its features
+        alone are larger.
+        """
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """By slot. Several slots may share one encoding."""
+        """Encodings in progress, by slot. Several slots may share one."""
         self.num_encoded = 0
 
     def run_scheduled_encoder_chunks(

@@ -112,7 +112,7 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
 
 def _open_stream(path: Path, model_config: ModelConfig, mtp: MTPTensorNames | None) -> TensorStream:
     if path.is_dir():
-        by_class = model_config.transformers_config is not None  # stored names are the model's
+        by_class = model_config.transformers_config is not None  # the files' tensor names are the model's
         return checkpoint_stream(
             path, str if by_class else text_tensor_name if mtp is None else mtp.mtp_name_from_checkpoint
         )

@@ -45,7 +45,7 @@ class ExpectedWeights:
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Return a copy without references to the model. Its weight loaders discard tensors."""
+        """Return a copy without references to the model. The copy's weight loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()

@@ -64,7 +64,7 @@ def load_weights(
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
     """If the model ties its head to the embedding, a stored head replaces a missing embedding. If both are stored, the
-    head is dropped. Raises ModelError if head and embedding differ, as in replacement weights they may.
+    head is dropped. Raises ModelError if head and embedding differ, which may happen in replacement weights.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
@@ -89,8 +89,8 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Takes a tenth of the time of torch.isfinite. 8-bit floats count as finite, because their scales are checked
-    instead.
+    """Return whether all numbers are finite, in a tenth of the time of torch.isfinite. 8-bit floats and integers count
+    as finite, because their scales are checked instead.
     """
     return (
         not _is_castable_float(tensor.dtype)

@@ -111,7 +111,7 @@ def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[Non
         raise _config_error(f"{config.weights_on_disk} has no room for the weights: {why}") from error
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
-            offload.finish_loading()  # experts are packed from the final addresses
+            offload.finish_loading()  # before experts are packed, which needs final addresses
     model.process_weights_after_loading()
     if isinstance(offload, DiskExperts):
         with _value_error_as_config_error(config):

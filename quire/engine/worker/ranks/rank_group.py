@@ -14,8 +14,8 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The leader and its followers. A class named by --executor-cls must be a subclass of an implementation, and may
-    override `runner`.
+    """The first rank and its followers. A class named by --executor-cls must be a subclass of an implementation, and
+    may override `runner`.
     """
 
     note: str | None = None

@@ -256,8 +256,8 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Returns bytes for all ranks of a machine. The machine or GPU with the least memory decides. Raises
-        ConfigError if connections fail.
+        """On GPUs, returns the available bytes of the GPU with the least, times the number of ranks. On CPUs, returns
+        those of the machine with the least. Raises ConfigError if ranks cannot connect.
         """
         others = self.call_followers(RankMethods.measure_memory)
         with self.rank_failures_as_engine_errors():

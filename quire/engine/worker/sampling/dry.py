@@ -2,7 +2,8 @@
 breakers of llama.cpp.
 
 A token that followed an earlier occurrence of the last tokens would extend a repetition. Its logit is lowered by
-multiplier * base ** (length - allowed length), where length is that of the longest such occurrence.
+multiplier * base ** (length - allowed length), where length is the number of last tokens that the longest such
+occurrence repeats.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
-    """-1 means all tokens."""
+    """Number of last tokens that are searched for repetitions. -1 means all."""
     breaker_lengths: np.ndarray
     """[L] int64: the distinct lengths of sequence breakers."""
     breaker_hashes: np.ndarray

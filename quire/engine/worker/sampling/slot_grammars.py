@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""If more lexers of a request fail, each replacement compiles the grammar, and is not shared."""
+"""If more lexers of a request fail, the grammar is compiled anew for each replacement, which other requests do not
+share.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class SlotGrammars:
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
         self._slots_with_unread_token: set[int] = set()
-        """A token is sampled there that the host has not read, so the matcher is one token behind."""
+        """Slots whose last sampled token the host has not read yet, so that their matcher is one token behind."""
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
         """Loads in a thread, because loading takes a second for a vocabulary of 150,000 tokens and
@@ -110,7 +112,7 @@ class SlotGrammars:
         return not self._slots_with_unread_token.isdisjoint(row.slot for row in rows_to_sample)
 
     def mark_sampled(self, rows: Sequence[ScheduledRequest]) -> None:
-        """These rows lack a token from now on, until `advance_and_get_failure`."""
+        """Record that the host has not read the token that these rows sampled. `advance_and_get_failure` ends this."""
         self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:

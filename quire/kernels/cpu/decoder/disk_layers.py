@@ -77,7 +77,7 @@ class DiskLayerStreamer(LayerStreamer):
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """Return at least `size` bytes of page-aligned memory, with a further page because kernels read ahead."""
+        """Return page-aligned memory of `size` bytes plus at least one page, because kernels read past the weights."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -138,7 +138,9 @@ class DiskLayerStreamer(LayerStreamer):
             self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Start reading the layer into its slot, unless it is there or being read. Retries a failed read."""
+        """Start reading the layer into its slot, unless the slot has the layer or is being filled with it. Repeats the
+        read if the last one failed.
+        """
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

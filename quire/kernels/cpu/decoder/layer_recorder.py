@@ -72,13 +72,13 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Step value of the first KV cache group's block table. Its slot mapping follows, then other groups' tables and
-mappings.
+"""Number of the step value that is the first KV cache group's block table. The next number is this group's slot
+mapping. Then come the table and the mapping of each other group.
 """
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Records operations as kernel calls. Raises _UnsupportedOperation for others."""
+    """Records operations as kernel calls. Raises _UnsupportedOperation if no compiled kernel supports an operation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
@@ -190,7 +190,7 @@ class _LayerRecorder(KernelCalls, Operations):
     def concat_columns(self, x: Any, y: Any) -> Any:
         second = (
             y.elements_per_token if isinstance(y, _PlaceholderTensor) else self._hidden
-        )  # as wide as the residual stream
+        )  # otherwise y is as wide as the residual stream
         out = self._allocate_buffer(x.elements_per_token + second)
         return self.call_kernel("join", out, x, y, out, *self.rows_and_width(x), second)
 

@@ -68,7 +68,7 @@ class MappedWeightArena(native_library.WeightArena):
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
-        self._chunks: list[tuple[mmap.mmap, int]] = []  # with their file offsets
+        self._chunks: list[tuple[mmap.mmap, int]] = []  # pairs (mapping, its offset in the file)
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
         """For each layer, the kernel's struct and each expert's weights."""
@@ -85,8 +85,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Map `size` more bytes of the file, and a page because kernels read ahead. Reserves disk space, because
-        writing to a hole on a full disk would kill the process.
+        """Map `size` more bytes of the file, and one more page, because kernels read past the weights. Reserves disk
+        space, because writing to an unreserved part of a mapped file on a full disk would kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
@@ -129,7 +129,7 @@ class _ExpertTables:
     pinned: Tensor  # [experts] uint8
     prefetched: Tensor  # [experts] uint8
     uses: Tensor  # [experts] int64
-    counts: Tensor  # [4] int64
+    counts: Tensor  # [4] int64: the first four OffloadCounts
 
 
 class MappedDiskExperts(DiskExperts):

@@ -18,8 +18,9 @@ _MAX_SCALE_BLOCK = 96
 """Maximum inputs of x per scale, the same as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this threshold times the root mean square
-of all the row's blocks' maxima.
+"""By the setting activation_bits: a threshold. A row of x is rounded in blocks. A block is rounded to 16 bits instead
+of 8 if its largest absolute value exceeds the threshold times the root mean square of these values of all blocks in the
+row.
 """
 
 
@@ -119,16 +120,16 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _held_bits(weight: GroupedWeight) -> int:
-    """Return the stored bits per code: fewer than 4 for at most 8 values."""
+    """Return the stored bits per code: 3 or 2 instead of 4 if codes have at most 8 or 4 values."""
     count = 16 if weight.code_values is None else len(weight.code_values)
     return weight.bits if weight.bits == 8 or count > 8 else 3 if count > 4 else 2
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Return the largest number of x's inputs per scale that all groups allow."""
+    """Return the largest multiple of 16, up to _MAX_SCALE_BLOCK, that divides the size of every group."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
-    return max(sizes, default=64)  # a single group has all inputs, which are padded
+    return max(sizes, default=64)  # possible only if all inputs are one group, which is padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:

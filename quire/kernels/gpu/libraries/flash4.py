@@ -1,8 +1,8 @@
 """flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, which compiles itself at
 its first call. Written against flash_attn/cute/interface.py of 4.0.0b36.
 
-Paged ragged keys need compute capability 9 or 10, splits need 10. On 10, heads of 256 cannot have key counts per
-sequence.
+Paged ragged keys need compute capability 9 or 10, and splits need 10. On 10, heads of 256 elements do not work with
+`seqused_k`, the number of keys per sequence.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Let Triton compute decodes on Hopper, where flash-attn does not support splits. Without `max_seqlen_k`,
-        flash-attn would choose splits for the whole cache.
+        """If Triton is available, it computes decodes on Hopper, where flash-attn does not support splits. Without
+        `max_seqlen_k`, flash-attn would choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)

@@ -90,8 +90,9 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add middle (summed over splits) times up to out. up [slots, RANKS * outs] has [RANKS, its outs] for each part.
-    places [blocks, 4]: part, first output and end of the part, first output of the block.
+    """Add middle, summed over splits, times `up` to `out`. In a slot of up [slots, RANKS * outs], each part has a
+    matrix [RANKS, outputs of the part]. places [blocks, 4] has for each block of outputs: its part, the part's first
+    output, the end of the part, and the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M

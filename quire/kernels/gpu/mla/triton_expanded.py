@@ -29,7 +29,9 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `begin` + BLOCK_N. MASKED: hide keys from `queries` on, and after each query."""
+    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, hide from each query the keys after its position, and keys
+    from number `queries` on, which do not exist.
+    """
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)

@@ -16,8 +16,9 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s,
-    which leaves enough tiles and needs no host.
+    """Return the sequence that a tile belongs to, and the tile's index within the sequence. Sequence s starts at tile
+    query_start[s] * HEADS // BLOCK_M + s. So each sequence has enough tiles, and the host need not compute their
+    numbers.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -31,7 +32,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """Load rows, with 0 if not `inside`, where a page may be unwritten."""
+    """Load rows, and 0 for those not `inside`, whose page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -147,7 +148,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per partial softmax, or 0 for only one."""
+    """SPLIT: keys per partial softmax, or 0 to compute a single softmax."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

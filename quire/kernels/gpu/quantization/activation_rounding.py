@@ -34,7 +34,9 @@ class EightBitRounding(ActivationRounding):
     has_block_scales: bool
     """If True, a row has one scale per SCALE_BLOCK inputs, [blocks, rows]; otherwise one, [rows]."""
     pair_distance: int
-    """Inputs per step if codes have the order of the bytes in the weights' words. 0 for natural order."""
+    """0 if codes are stored in natural order. Otherwise they are interleaved like 8-bit weights in 16-bit words, and
+    this is the number of inputs per step (see `PackedWeight`).
+    """
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
         """Round x [rows, in]."""
@@ -129,7 +131,7 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """False for rows too narrow to fill a norm's block, and if the trial fails."""
+    """False if a row has fewer than SCALE_BLOCK numbers, or if the trial on this GPU fails."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None

@@ -69,7 +69,7 @@ def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
-    elif wide:  # bfloat16 has 7 fraction bits: the sign bit makes the subtrahend 256
+    elif wide:  # bfloat16 has only 7 fraction bits, so the sign bit instead changes the subtrahend from 128 to 256
         body = _shift_asm("t", "$1", -8 * part)
         body += f"lop3.b32 u, t, 0x00800080, {_paired_half_literal(0x8000 | magic)}, 0xEA;"
         body += f"lop3.b32 t, t, 0x007F007F, {_paired_half_literal(magic)}, 0xEA;" + _multiply_add_asm(

@@ -44,7 +44,7 @@ _MIN_STEPS = 4
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Parts share their inputs. Their outputs are concatenated."""
+    """A linear of several parts, which have the same input. The outputs of the parts are concatenated."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from quire.kernels.gpu.triton_kv_quantization import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
 """INTEGERS: int8. FLOATS: float8 bits. Both are one per byte, or two per 16-bit word. NIBBLES: four 4-bit codes per
-word with the value code - 8. TABLE: four with a value table. NUMBERS: numbers of x's dtype. NIBBLE_FLOATS: four doubled
-4-bit floats (e2m1).
+word with the value code - 8. TABLE: four 4-bit codes per word, which index a table of values. NUMBERS: numbers of x's
+dtype. NIBBLE_FLOATS: four 4-bit floats (e2m1) per word, whose values are doubled.
 """
 
 
@@ -32,7 +32,7 @@ def _codes_per_word(kind: int, bits: int) -> int:
 def _decode_packed_codes(
     codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """LOW and HIGH have a table's 16 values, one byte each."""
+    """LOW and HIGH are 64-bit integers whose bytes are the first and the last 8 values of a table."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
     fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)

@@ -96,8 +96,9 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also store out, unrounded. Codes are stored as [BLOCKS, BLOCK]. In the layout of the norm's sum, threads
-    would have 16 numbers instead of the norm kernel's 8, which changes the order of the sum.
+    """WHOLE: also store the unrounded result to `out`. Codes are stored from a [BLOCKS, BLOCK] layout. If they were
+    stored from the layout in which the norm sums, a thread would have 16 numbers instead of the norm kernel's 8, so the
+    order of the sum would change.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -137,7 +138,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read inputs again from the cache, once the row's scale is known."""
+    """Read a row's inputs twice: first to compute the row's scale, then, from the cache, to round."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -76,7 +76,9 @@ class PackedWeight:
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """In place of missing ones, return a tensor that the kernel does not read."""
+        """Scales and offsets for the kernel. If the weight has none, another tensor, which the kernel does not read,
+        takes the place of None.
+        """
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
@@ -109,7 +111,9 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
-    """Shift codes of consecutive values to code - 8, which needs no table."""
+    """If the table's values are consecutive integers, shift the codes so that each value is code - 8 and no table is
+    needed. Otherwise return the weight unchanged.
+    """
     values = weight.code_values
     if values is None or values != tuple(range(values[0], values[0] + len(values))):
         return weight
@@ -121,7 +125,7 @@ def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
     """Return None if the inputs per scale are not multiples of a step. If `native`, the GPU multiplies float8, and x is
-    rounded to float8 if blocks allow.
+    rounded to float8 if scales cover whole rows or multiples of SCALE_BLOCK inputs.
     """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
@@ -156,7 +160,9 @@ def interleave_output_rows(part: PackedWeight) -> PackedWeight:
 
 
 def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Call before `interleave_output_rows`."""
+    """Join adjacent parts that have the same format and the same input order, by concatenating their outputs. Call
+    before `interleave_output_rows`.
+    """
     merged = list(parts[:1])
     for each in parts[1:]:
         last = merged[-1]

@@ -52,7 +52,7 @@ def fill_weights(
     )
     if config.load_format == "dummy":
         if device.type == "cpu":
-            embedding, *_ = table.values()  # it has the model's dtype, while an untied head is float32
+            embedding, *_ = table.values()  # has the model's dtype; an untied head is float32
             resident = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
             sizes = CheckpointSize(sum(math.prod(each.shape) for each in resident), 0)
             check_weights_fit_memory(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
