@@ -32,8 +32,8 @@ class NestedScales:
     """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32. They are half floats times powers of two. Except in unused blocks, the numbers of an
-    output differ so little in magnitude that half floats can store them after division by one power of two.
+    """[out, in / block] float32. They are half floats times powers of two. The numbers of an output that are in use
+    (see `used_blocks`) have similar magnitudes, so that half floats can store them after division by one power of two.
     """
     multiples: Tensor
     """[out, in / group] int8, from 0 to 15 if the weight has offsets."""

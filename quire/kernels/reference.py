@@ -325,7 +325,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """Return [R, 1]: the least probability that top-k, then top-p among the tokens left, keep."""
+    """Return [R, 1]: the least probability that top-k keeps, and that top-p keeps among the tokens left by top-k."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))

@@ -165,7 +165,7 @@ class Attention(PagedKVSublayer):
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
         """`axes` [T, 3] are three coordinates per token, of which each frequency uses one. If all three are equal, the
-        bits are the same as for a position.
+        bits are the same as with a single position.
         """
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))

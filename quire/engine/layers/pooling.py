@@ -47,8 +47,8 @@ class Pooler:
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """Returns [R, size] float32 for rows that end their prompt. `hidden` [T, hidden] covers all
-        tokens in the step.
+        """Returns [R, size] float32 for the R rows that end their prompt, or with pooling type "none" [the sum of these
+        prompts' tokens, size]. `hidden` [T, hidden] covers all tokens in the step.
         """
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)

@@ -66,7 +66,7 @@ def _attention_factor(rope: dict[str, Any]) -> float:
 
 
 def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
-    """Returns [length]."""
+    """Returns the factor of queries at each position, [length] float32."""
     first = query_scaling.first_position
     positions = torch.arange(first, first + length, dtype=torch.float32)
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
@@ -115,7 +115,7 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     num_turns = old * frequencies / (2 * math.pi)
     keep = (
         ((num_turns - low) / (high - low)).clamp(0, 1) if low < high else (num_turns >= low).float()
-    )  # equal in Llama 4
+    )  # in Llama 4, low and high are equal
     return torch.where(keep == 1, frequencies, (1 - keep) * frequencies / rope["factor"] + keep * frequencies)
 
 

@@ -98,8 +98,9 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's; the first
-        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
+        """`report_progress` is called after every layer and before logits. `layers`: the layers of this pipeline stage.
+        The first stage also has the embedding, and the last one the final norm and the head. If `groups` is None, all
+        layers form one KV cache group.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -162,7 +163,7 @@ class Decoder:
 
     @property
     def kernel_backend_identity(self) -> str:
-        """Everything that KV cache bits may depend on."""
+        """Text that names everything of the backend on which the KV cache's bits may depend."""
         return f"{self._backend.name}, {self._backend.description()}"
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -447,7 +448,8 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """Return [R] bool: False if a row has NaN or infinity. Reads the hidden states and one logit per row, because NaN
-    in a hidden state spreads to all logits of the row. This takes a tenth of the time of reading all logits.
+    """Return [R] bool: False if the largest number of a row's hidden state is NaN or infinite, or if the row's first
+    logit is NaN. The other logits are not read, because NaN in a hidden state spreads to all of them. This takes a
+    tenth of the time.
     """
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

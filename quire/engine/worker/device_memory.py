@@ -60,8 +60,9 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Returns the bytes left for the KV cache once weights are loaded and `step_bytes` are reserved. Raises
-    ConfigError.
+    """Returns the setting kv_cache_memory in bytes. If it is not set, returns the bytes left on the device (on a CPU,
+    this replica's share of the machine's) after `step_bytes`. Call once weights are loaded. Raises ConfigError if a GPU
+    has none left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -133,7 +134,9 @@ class AvailableMemory(NamedTuple):
 def measure_available_memory(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> AvailableMemory:
-    """`image_bytes`: a GPU's peak memory while it encodes an image. All GPU ranks must call this at the same time."""
+    """Returns the memory that the KV cache may use. `image_bytes`: a GPU's peak memory while it encodes an image. All
+    GPU ranks must call this at the same time.
+    """
     reserve = find_step_reserve(model, model_config, backend, config)
     reserved = max(reserve.step_bytes, image_bytes) + reserve.graph_bytes + (ENCODER_CACHE_BYTES if image_bytes else 0)
     kv_bytes = kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)

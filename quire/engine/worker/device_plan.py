@@ -214,9 +214,10 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """Returns the dtype, and a note if it differs from the checkpoint's. Replaces float16 on CPUs, where it is slow.
-    Replaces float32 on GPUs from Ampere on, which compute bfloat16 many times as fast. Replaces bfloat16 on older GPUs,
-    whose tensor cores support only float16. Raises ConfigError.
+    """Returns the dtype, and a note for the user if the dtype is slow or replaces another one for speed. With Quire's
+    CPU kernels, bfloat16 replaces float16, even if the user asked for float16. If the user asked for no dtype, bfloat16
+    replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16 on older GPUs, whose tensor cores support
+    only float16. Raises ConfigError for other dtypes than _DTYPES.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -240,8 +241,9 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """Returns the dtype and a note. On CPUs, float16 takes many times as long as bfloat16. bfloat16 has a wider range
-    but fewer mantissa bits; float32 keeps all bits and takes twice the memory.
+    """Returns bfloat16, or float16 if the user chose another backend than Quire's CPU kernels, and a note. On CPUs,
+    float16 takes many times as long as bfloat16. bfloat16 has a wider range but fewer mantissa bits; float32 keeps all
+    bits and takes twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"

@@ -30,8 +30,9 @@ def warm_up_runner(
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupResult:
-    """Compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture graphs, decodes
-    first, until `seconds` are over. The remaining graphs are captured in idle moments.
+    """On a GPU, compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture
+    graphs, decodes first, until `seconds` are over. The remaining graphs are captured in idle moments. Does nothing
+    without graphs; if `seconds` is 0, captures all graphs in idle moments and compiles nothing.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return WarmupResult([])

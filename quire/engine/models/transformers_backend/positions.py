@@ -44,7 +44,7 @@ class CachedRotary(ModuleProxy):
     def _compute_table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
         """Returns None if the output is not one value per position."""
         position_ids = torch.arange(self._positions, device=x.device)[None]
-        if self._context > self._positions:  # the class reads the context length off the last position
+        if self._context > self._positions:  # the class derives the context length from the last position
             position_ids = torch.cat((position_ids, position_ids.new_tensor([[self._context - 1]])), dim=1)
         output = self._module(x, position_ids, *args, **kwargs)
         parts = output if isinstance(output, tuple) else (output,)

@@ -201,7 +201,9 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Yields a dict by module name: True if the module's rows are always the tokens."""
+    """Yields a dict to which calls of modules in this context are added, by module name. The value is True if the rows
+    of the module's input are the tokens at every call.
+    """
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -230,7 +232,9 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """Covers boolean indexing, which does not go through torch functions."""
+    """Does for boolean indexing, which _EmptyNonzero does not see, what lets it run on meta tensors: all elements count
+    as nonzero.
+    """
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )

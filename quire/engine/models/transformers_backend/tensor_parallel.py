@@ -105,7 +105,9 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
 def probe_sharded_attention(
     config_fields: Mapping[str, object], max_len: int, shard: ModelShard
 ) -> list[TransformersAttentionSpec]:
-    """Raises ModelError if the sharded class does not run."""
+    """Returns the attention of one rank. Raises ModelError if the sharded class does not run, or if its heads cannot be
+    divided.
+    """
     model = build_model(config_fields, torch.float32)
     unsharded = probe_attention(build_model(config_fields, torch.float32), max_len)
     plan = make_tensor_parallel_plan(model, shard.world_size)

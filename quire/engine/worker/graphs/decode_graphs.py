@@ -63,7 +63,9 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Returns the sizes up to the first that has a row for every slot."""
+    """Returns the graphs' numbers of rows, ascending. The largest graph has a row for every slot, if a graph can be so
+    large.
+    """
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 

@@ -42,7 +42,7 @@ def load_model(
     files = stored if tensors is None else None
     layers = split_layers_into_stages(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
     on_disk = disk_tensor_name_pattern(config, chosen.spec)
-    if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # on one rank only
+    if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # one rank's check suffices
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_pooling_and_tasks(path, model_config, config)
     length = max_fitting_context_length(config, model_config, chosen)

@@ -64,7 +64,7 @@ def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
     """Returns whether results are independent of the batch, and notes for the user. Raises ConfigError if
-    --deterministic requires independence that the model lacks.
+    --deterministic requires independence that the model lacks, and ModelError as is_batch_invariant does.
     """
     if not model.transformers_class:
         return batch_invariant, []
@@ -88,8 +88,8 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Compares logits of prompts computed alone with those of the same prompts chunked and batched, bit for bit. Raises
-    ModelError if rounding cannot explain the difference, because the class then ignores positions.
+    """Returns whether prompts have the same logits, bit for bit, if computed alone and if chunked and batched. Raises
+    ModelError if the difference is too large for rounding, because the class then ignores positions.
     """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])

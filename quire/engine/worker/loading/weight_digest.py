@@ -12,7 +12,9 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def compute_weight_digest(config: EngineConfig) -> str:
-    """Hash each file's size and 16 pieces of 4 KiB. Changes to a few tensors may go unnoticed. Raises ModelError."""
+    """Return a hash of each file's size and 16 pieces of 4 KiB, or "" for dummy weights. Changes to a few tensors may
+    go unnoticed. Raises ModelError.
+    """
     if config.load_format == "dummy":
         return ""
     path = resolve_weights(config)

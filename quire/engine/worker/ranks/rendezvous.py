@@ -61,8 +61,8 @@ def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """Raises ConfigError if a sum over the ranks fails, takes over `seconds`, or is wrong, as on GPUs behind some
-    IOMMUs.
+    """Raises ConfigError if a sum over the ranks fails or is wrong, as on GPUs behind some IOMMUs, or if it takes GPUs
+    more than `seconds`.
     """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)

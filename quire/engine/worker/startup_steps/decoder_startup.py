@@ -64,8 +64,8 @@ class DecoderStartup:
         self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
     ) -> tuple[KVCachePlan, str | None]:
         """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU clearly exceed what was set aside.
-        Returns `kv_plan` itself if settings fix the number of blocks or the KV cache's memory, or if max_model_len
-        needs all blocks.
+        Otherwise returns `kv_plan` itself, as also if settings fix the number of blocks or the KV cache's memory, or
+        (with a note) if max_model_len needs all blocks.
         """
         config = self._config
         excess = graph_bytes - self._graph_bytes

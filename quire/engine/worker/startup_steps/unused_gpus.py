@@ -26,8 +26,8 @@ def unused_gpu_note(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> str | None:
-    """Returns None if no GPU seems to be present, or if the operator chose the device. `root`: the folder that contains
-    dev.
+    """Returns None if a GPU is used, if no GPU seems to be present, or if the operator chose the device or hid the
+    GPUs. `root`: the folder that contains dev.
     """
     if config.device != "auto" or device.type != "cpu":
         return None

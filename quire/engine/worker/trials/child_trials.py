@@ -47,9 +47,9 @@ class ChildTrials:
     worker: Sequence[str] = TRIAL_WORKER
 
     def find_failure(self, backend: Backend, probes: Sequence[ChildProbe]) -> str | None:
-        """Return why a probe fails, or None if all probes pass, now or in an earlier start. If no child process can use
-        the GPU, a library is tried in this process. Kernels of recurrent layers are then not tried, because the engine
-        can do without them.
+        """Return why a probe fails, or None if all probes pass. An earlier start's verdict counts, except that a
+        library's failure is tried again if `retry_failures`. If no child process can use the GPU, a library is tried in
+        this process. Kernels of recurrent layers are then not tried, because the engine can do without them.
         """
         is_library = isinstance(backend, FlashPagedBackend)
         library = backend.name if is_library else None

@@ -25,7 +25,7 @@ from quire.kernels.streaming.weight_offloader import OffloadCounts
 _CHUNK_BYTES = 64 << 20
 """Minimum bytes per mapping. Loading writes each mapping to disk before it creates the next."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Maximum bytes that one rebalance copies."""
+"""Maximum bytes that one rebalance copies, if this is enough for one expert."""
 _REPLACEMENT_FACTOR = 1.25
 """An expert replaces a pinned one if it is used more than this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
@@ -155,7 +155,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Pin the same number of experts per layer, because their use is still unknown."""
+        """Pin about the same number of experts in each layer, because it is still unknown which ones are used most."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:

@@ -59,7 +59,8 @@ class CpuLinearBackend(ReferenceBackend):
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
         """Use integer products, or bfloat16 products for float8. Weights are dequantized if groups are not multiples of
-        16 inputs, if input orders differ, or if float8 and integer weights are mixed.
+        16 inputs, if input orders differ, if float8 and integer weights are mixed, or if the scales of float8 weights
+        cover different numbers of inputs or no multiple of 4.
         """
         if dtype not in self.library.linear:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)

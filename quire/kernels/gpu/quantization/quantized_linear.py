@@ -237,8 +237,8 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Return how many parts the inner dimension has, and words per part, both independent of x. Stored sums stay
-    smaller than the weights.
+    """Return into how many parts the inner dimension is divided, and the words per part. Neither depends on x. The sums
+    that the parts store take less memory than the weights.
     """
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)

@@ -29,9 +29,9 @@ _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""Required factor of inputs and outputs for _scaled_mm; _int_mm requires half of it."""
+"""The numbers of inputs and outputs must be multiples of this for _scaled_mm, and of half of it for _int_mm."""
 _ROW_MULTIPLE = 4
-"""Required factor of rows for _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
+"""With scales per 128 inputs, _scaled_mm needs a multiple of this number of rows (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
 """Relative to a float64 product of the same codes. A bfloat16 result has 8 significant bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))

@@ -361,7 +361,9 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write rows to out [ids, inner]. STEP is the BLOCK_K of the matrix products. Grid: ids, blocks of columns."""
+    """Write the weight's rows `ids`, dequantized, to out [ids, inner]. STEP is the BLOCK_K of the matrix products.
+    Grid: ids, blocks of columns.
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

@@ -84,8 +84,8 @@ class PackedWeight:
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """Return None if groups are not multiples of a step. If weights are 8-bit integers with one scale per output, x is
-    rounded to 8 bits.
+    """Return None if groups are not multiples of a step. If weights are 8-bit integers with one scale and no offset per
+    output, x is rounded to 8 bits.
     """
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
