@@ -126,7 +126,8 @@ class AttentionMetadata:
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
     per_layer_inputs: Tensor | None = None  # [T, W], additional input of layers
     recurrence_metadata: RecurrenceMetadata | None = None  # None: recurrent layers have attention's sequences
-    decode_prefill_parts: tuple[AttentionMetadata, ...] = ()  # of a mixed batch, see gpu/prefill_decode_split.py
+    # The two parts of a mixed batch: see gpu/prefill_decode_split.py.
+    decode_prefill_parts: tuple[AttentionMetadata, ...] = ()
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; () if unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
@@ -163,7 +164,7 @@ class BidirectionalSpans:
     """
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
-    metadata: AttentionMetadata  # of the P tokens; each span is one sequence, which ends with the span
+    metadata: AttentionMetadata  # metadata of the P tokens, in which each span is one sequence that ends with the span
 
 
 class Operations(ABC):

@@ -25,7 +25,7 @@ class SmallAllReduce(Protocol):
     """Sums small tensors outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Return the same answer on all ranks."""
+        """Return whether `all_reduce` supports x's size and dtype. All ranks get the same answer."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Like `Collective.all_reduce`, but never changes x."""

@@ -224,13 +224,16 @@ class ActivationRounding(ABC):
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """Return (norm of x + residual, x + residual), all [T, hidden]; without residual, those of x alone. The norm is
-        RMSNorm if bias is None, else LayerNorm. whole: also keep unrounded values. May overwrite x and residual.
+        """Return (norm of x + residual, x + residual), all [T, hidden]. Without a residual, x takes the place of x +
+        residual. The norm is RMSNorm if bias is None, else LayerNorm. whole: also keep unrounded values. May overwrite
+        x and residual.
         """
 
     @abstractmethod
     def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
-        """Return silu_mul or gelu_mul of gate_up [T, 2 * F], rounded [T, F]. If `whole`, also unrounded."""
+        """Return silu_mul or gelu_mul of gate_up [T, 2 * F], rounded [T, F]. If `whole`, the result also has the
+        unrounded values.
+        """
 
 
 class RoundedInputLinear:

@@ -33,8 +33,8 @@ class NormWeights:
         return self._biases.get(name)
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (norm(x + residual), x + residual). If no norm has this name, returns x + residual twice. May
-        overwrite x and residual.
+        """Returns (norm(x + residual), x + residual). If no norm has this name, returns x + residual twice. If
+        `residual` is None, x takes the place of x + residual. May overwrite x and residual.
         """
         if residual is None:
             return self.apply_norm(ops, name, x), x

@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """T tokens, H heads; float32, or float64 if q is float64."""
+    """Sums over keys for T tokens and H heads, in float32, or in float64 if q is float64."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf if no key was seen

@@ -35,7 +35,7 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
 
 
 def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
-    """Copy the arrays to `staged`. Each starts at a multiple of 16 bytes."""
+    """Copy the arrays to `staged`. Each array starts at a multiple of 16 bytes."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)

@@ -83,7 +83,9 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages are [token, KV head, head_dim]. PyTorch computes attention with a lookahead."""
+    """Pages are [token, KV head, head_dim]. Subclasses compute only attention without a lookahead. PyTorch computes the
+    rest.
+    """
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

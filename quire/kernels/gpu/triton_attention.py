@@ -107,7 +107,9 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `begin` + BLOCK_N. MASKED: hide keys from `end` on, and keys that a query may not see."""
+    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, hide keys from `end` on, and from each query the keys that
+    it may not see.
+    """
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)

@@ -41,8 +41,9 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """Return how many splits `seen` keys get: at most `most`, none shorter than `least`. In a decode, splits are no
-    longer than _MAX_EVEN_SPLIT if `most` allows, because one long context would delay all others.
+    """Return the number of splits of `seen` keys: `wanted`, but at most `most`, and at most as many as splits of
+    `least` keys would need. A decode gets more than `wanted` if splits would otherwise be longer than _MAX_EVEN_SPLIT,
+    because one long context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))

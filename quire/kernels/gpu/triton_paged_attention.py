@@ -103,11 +103,12 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Return small tiles for decodes, because these mostly wait for keys. If `fixed`, one size serves everything.
+    """Return small tiles for decodes, because these mostly wait for keys. If `fixed`, decodes and prefills have the
+    same tiles.
 
     For sm_90 ptxas reports no spilled registers. All tiles fit in a consumer GPU's 99 KB of shared memory. Decodes have
-    five pipeline stages because the block table lookup takes one. With `hopper`, tiles have 64 rows because wgmma needs
-    them. Other GPUs would spill with 64 rows and 256 elements.
+    five pipeline stages because the block table lookup takes one. Fixed tiles of heads with over 128 elements have 64
+    rows with `hopper`, because wgmma needs 64. Other GPUs would spill registers, so there such tiles have 32 rows.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # no tensor cores

@@ -173,8 +173,8 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return the bits of the least weight that top-k, then top-p among the tokens left, keep. `whole` is the weight of
-    all tokens.
+    """Return the bits of the least weight that top-k keeps, and that top-p keeps among the tokens left by top-k.
+    `whole` is the weight of all tokens.
     """
     least = top_k * 0
     if top_k < vocab:

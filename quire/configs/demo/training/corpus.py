@@ -119,8 +119,8 @@ def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: 
 
 
 def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
-    """Return the other books without paragraphs that share 10 consecutive words with a held-out book, because tales are
-    printed twice.
+    """Return the other books without paragraphs that share 10 consecutive words with a held-out book, because a tale
+    may be printed in several books.
     """
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []

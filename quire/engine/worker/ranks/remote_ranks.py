@@ -126,7 +126,7 @@ class RemoteRank:
         """Report the rank as killed and order it to end. If the rank does not end, its worker node kills it once the
         store is gone.
         """
-        with suppress(RuntimeError):  # first: once ordered to end, the rank may report code 0 at any moment
+        with suppress(RuntimeError):  # before the order to end: after it, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 

@@ -146,7 +146,7 @@ class LogitsProcessor(Protocol):
     """Changes logits, which are [R, vocab] float32, in place."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-        """Computes logits[rows, token_ids] += values. Pairs of indices are unique."""
+        """Computes logits[rows, token_ids] += values. No pair (row, token id) occurs twice."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
         """Sets the logit of a word's last token to -inf after the word's other tokens. `words`: row index, row, and

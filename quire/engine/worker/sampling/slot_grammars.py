@@ -116,8 +116,8 @@ class SlotGrammars:
         self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
-        """A row with draft tokens occurs once for each of its positions, which are adjacent. Returns None if no row has
-        a grammar.
+        """In `rows_to_sample`, a row with draft tokens occurs once for each of its positions, in adjacent items.
+        Returns None if no row has a grammar.
         """
         constrained = [index for index, row in enumerate(rows_to_sample) if row.slot in self._states]
         if not constrained:

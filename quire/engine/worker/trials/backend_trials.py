@@ -107,8 +107,8 @@ def _make_trial(
     ranks: int = 1,
     prompts: bool = False,
 ) -> BackendTrial:
-    """`ranks`: with more than one, also try context parallelism. `prompts`: try only prefills in a graph, which
-    libraries may compute.
+    """`ranks`: with more than one, also try context parallelism. `prompts`: try only prefills in a graph, and only the
+    attention of libraries.
     """
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)

@@ -36,7 +36,7 @@ _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
 """From this many rows on, weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words per long step; shared memory of three such steps with _MAX_SOME_ROWS rows."""
+"""Words per long step, and the bytes of shared memory that three such steps take with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 _MIN_STEPS = 4

@@ -25,8 +25,8 @@ _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     codes: Tensor
-    """[lines, words]: int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes (`_pack_byte_pairs`), maybe
-    interleaved; otherwise [outs, in], one byte or number each.
+    """If codes are packed: [lines, words], int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes
+    (`_pack_byte_pairs`), with or without interleaved outputs. Otherwise: [outs, in], one byte or one number per weight.
     """
     factors: Tensor
     """[outs] float32."""

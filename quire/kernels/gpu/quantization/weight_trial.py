@@ -25,7 +25,7 @@ class QuantizedFormat(NamedTuple):
     """Bits of integer codes, or 0 for float8."""
     code_values: tuple[int, ...] | None
     scale_block: tuple[int, int]
-    """(outputs, inputs) per scale, or 0 for all."""
+    """(outputs, inputs) per scale, where 0 means all."""
     has_offsets: bool
 
 
