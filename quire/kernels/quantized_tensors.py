@@ -88,7 +88,7 @@ class GroupedWeight:
     scales: Tensor
     """[out, in / group] float32."""
     offsets: Tensor | None = None
-    """[out, in / group] float32. None: 0."""
+    """[out, in / group] float32. None means 0."""
     code_values: tuple[int, ...] | None = None
     """Values of 4-bit codes: at most 16, from -127 to 127. None: code - 8."""
     input_order: Tensor | None = None

@@ -106,7 +106,7 @@ def _longrope_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend others linearly."""
+    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, and blend the others linearly."""
     low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(
@@ -120,8 +120,8 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """YaRN (Peng et al., 2023): stretch frequencies of fewer than beta_slow turns in the original context, keep those
-    above beta_fast, blend others linearly by index.
+    """YaRN (Peng et al., 2023): stretch frequencies that make fewer than beta_slow turns in the original context, keep
+    those that make more than beta_fast turns, and blend the others linearly by index.
     """
     head_dim, old = 2 * len(frequencies), rope["original_max_position_embeddings"]
     base = max(math.log(rope["rope_theta"]), 1e-9)  # with theta 1, all frequencies are equal

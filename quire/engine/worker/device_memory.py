@@ -60,9 +60,9 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Returns the setting kv_cache_memory in bytes. If it is not set, returns the bytes left on the device (on a CPU,
-    this replica's share of the machine's) after `step_bytes`. Call once weights are loaded. Raises ConfigError if a GPU
-    has none left.
+    """Returns the setting kv_cache_memory in bytes. If it is not set, returns the bytes that are left on the device
+    after `step_bytes`, or on a CPU this replica's share of them. Call once weights are loaded. Raises ConfigError if a
+    GPU has none left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)

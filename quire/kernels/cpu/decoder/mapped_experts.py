@@ -188,7 +188,7 @@ class MappedDiskExperts(DiskExperts):
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Turn the prefetching of experts that the next layer may choose on, or for measurements off."""
+        """Turn the prefetching of likely experts of the next layer on or off. Measurements turn it off."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
