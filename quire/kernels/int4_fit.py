@@ -1,6 +1,7 @@
 """Fits scales and offsets of 4-bit weight groups. Tries round-to-nearest and smaller steps, which clip the group's
 extremes. Fits scale and offset to the codes of each try by least squares, and takes the best try, rounded to half
-floats. Zero points, for checkpoints, are tried around the nearest one, with bfloat16 scales.
+floats. For checkpoints, which need integer zero points, also tries the zero points next to the nearest one, with
+bfloat16 scales.
 """
 
 from __future__ import annotations

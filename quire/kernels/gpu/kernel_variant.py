@@ -1,5 +1,5 @@
 """Triton kernel variants. The first launch of a variant compiles it, which takes seconds. Another process may compile
-variants into Triton's cache before.
+variants into Triton's cache in advance.
 """
 
 from __future__ import annotations

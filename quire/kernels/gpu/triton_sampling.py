@@ -2,9 +2,9 @@
 engine/worker/sampling/sampler.py.
 
 A token's weight is exp(scaled logit - largest) in fixed point. Sums are exact in any order, so neither chunks nor
-batches change a sample. A filter keeps tokens from a threshold weight up, which bisection over float32 bits finds. It
-looks among the candidates that a histogram by powers of two leaves, or in the whole vocabulary if the distribution is
-flat.
+batches change a sample. A filter keeps tokens whose weight is at least a threshold. Bisection over float32 bits finds
+the threshold among the candidates that a histogram by powers of two leaves, or in the whole vocabulary if the
+distribution is flat.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Return the number and total weight of tokens with weight bits of at least `least`, in the vocabulary (ALL) or
-    among the candidates.
+    """Return the number and total weight of tokens whose weight has at least the bits `least`, in the vocabulary if
+    ALL, otherwise among the candidates.
     """
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)

@@ -266,8 +266,8 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """Read `*.jsonl` files with fields "question" and "answer". A request quotes a paragraph that contains the answer;
-    questions without one are dropped.
+    """Read `*.jsonl` files with fields "question" and "answer". A request quotes a paragraph that contains the answer.
+    Questions without such a paragraph are dropped.
     """
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]

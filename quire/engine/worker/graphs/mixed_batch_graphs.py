@@ -37,9 +37,9 @@ NUM_PREFILL_ROWS = 8
 """The number of prefill sequences in a graph. At least one is padding."""
 
 MIN_IDLE_STEPS = 256
-"""A graph is replaced only if this many later steps, for which a mixed-batch graph could serve, did not use it. A
-capture takes as long as two or three steps, so captures then cost a few percent of the time at most, even if all steps
-ask for different graphs.
+"""A graph is replaced only if none of this many later mixed batches that fit a graph used it. A capture takes as long
+as two or three steps, so captures then cost a few percent of the time at most, even if all steps ask for different
+graphs.
 """
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]

@@ -64,8 +64,8 @@ class DecoderStartup:
         self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
     ) -> tuple[KVCachePlan, str | None]:
         """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU clearly exceed what was set aside.
-        Otherwise returns `kv_plan` itself, as also if settings fix the number of blocks or the KV cache's memory, or
-        (with a note) if max_model_len needs all blocks.
+        Returns `kv_plan` itself in all other cases, and if settings fix the number of blocks or the KV cache's memory.
+        If max_model_len needs all blocks, returns `kv_plan` and a note.
         """
         config = self._config
         excess = graph_bytes - self._graph_bytes

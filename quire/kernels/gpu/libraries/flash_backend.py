@@ -190,8 +190,8 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """True if code for `architectures`, such as "sm_90" or "compute_120" in `torch.cuda.get_arch_list`, runs on
-    `capability`. Machine code (sm) runs on its major version from its minor version on, PTX (compute) on all later
-    versions. Suffix "a" limits code to one version, "f" to one major version.
+    `capability`. Machine code ("sm") runs on GPUs of the same major version with at least its minor version. PTX
+    ("compute") also runs on all later GPUs. Suffix "a" limits code to one version, "f" to one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

@@ -14,7 +14,9 @@ _STEP_SIZES = (64, 32, 16)
 """Inputs per step. The largest that divides a group is used."""
 SCALE_BLOCK = 128
 INTERLEAVED_OUTPUTS = 64
-"""Number of outputs whose words lie side by side, one step of each, so that reads are contiguous."""
+"""Number of outputs that are interleaved: one step of words of each output, then the next step of each. So reads are
+contiguous.
+"""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
 """Maximum padding that a longer step may add, as a fraction of a line."""
