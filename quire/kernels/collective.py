@@ -13,8 +13,8 @@ class RankEnded(Exception):
 
 class Collective(ABC):
     """All ranks call the same methods in the same order, with the same number of rows. A row's bits do not depend on
-    other rows. Methods raise RankEnded. Methods that raise NotImplementedError in this class work only between ranks
-    that have a torch.distributed store.
+    other rows, except in a DistributedCollective without `in_order`. Methods raise RankEnded. Methods that raise
+    NotImplementedError in this class work only between ranks that have a torch.distributed store.
     """
 
     rank: int

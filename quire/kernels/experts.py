@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """A row's sum does not depend on other rows."""
+    """Adds a row's experts in the order of their indices, so this order does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend

@@ -1,5 +1,6 @@
 """Every kernel in plain PyTorch, for any device. It defines the results of other backends, and is the fallback if
-nothing is compiled. Rows never share a reduction, so results do not depend on the batch.
+nothing is compiled. Rows never share a reduction, so results do not depend on the batch, except in linears where
+`_can_pack_onednn` is False.
 """
 
 from __future__ import annotations

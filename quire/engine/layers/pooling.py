@@ -32,7 +32,9 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Chunks do not affect results, because sums grow token by token, in float64 if the device has it."""
+    """Sums are float64 if the device has it. On CPUs they grow token by token, so chunks do not affect results. On GPUs
+    the order of additions may vary.
+    """
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device

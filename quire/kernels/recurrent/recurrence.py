@@ -1,8 +1,8 @@
 """Recurrent states with one matrix per head.
 
-Tokens are computed one by one, so bits do not depend on how a sequence is divided into steps. A slot keeps the matrices
-after the last verified token, and the inputs of draft tokens. A later step applies the accepted draft tokens before its
-own tokens.
+This module computes tokens one by one, so bits do not depend on how a sequence is divided into steps. On GPUs, kernels
+may compute long prompts in chunks. A slot keeps the matrices after the last verified token, and the inputs of draft
+tokens. A later step applies the accepted draft tokens before its own tokens.
 """
 
 from __future__ import annotations
