@@ -277,8 +277,8 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """Returns each layer's states, in the order of the model's layers. Host tensors are not zeroed, because slots are
-    written before they are read.
+    """Returns the states of each layer index in the block. Host tensors are not zeroed, because slots are written
+    before they are read.
     """
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)

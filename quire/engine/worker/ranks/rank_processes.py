@@ -141,7 +141,7 @@ class MultiProcessRanks(RankGroup):
             target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
         closing.start()
-        closing_thread = closing if on_cpu else None  # frees the store's port for the next engine
+        closing_thread = closing if on_cpu else None  # joined, so that the next engine can use the store's port
         weakref.finalize(self, _trigger_group_close, self._group_ended, closing_thread).atexit = False
         allowed = allowed_cores()
         cores = node_cores(num_local, allowed) if on_cpu else []

@@ -1,4 +1,6 @@
-"""Sampler for GPUs, equivalent to sampler.py. The host never waits for the GPU."""
+"""Sampler for GPUs, equivalent to sampler.py. The host never waits for the GPU, unless the vocabulary has more than
+MAX_VOCAB tokens.
+"""
 
 from __future__ import annotations
 
