@@ -8,7 +8,7 @@ from torch import Tensor, device
 
 
 class RankEnded(Exception):
-    """Another rank has ended."""
+    """Another rank has ended, or this rank's collectives were aborted."""
 
 
 class Collective(ABC):

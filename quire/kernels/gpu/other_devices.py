@@ -52,5 +52,7 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return float32 for other devices, because Apple's GPUs and some of Intel's lack float64."""
+    """Return float64 for CPUs and CUDA, and float32 for other devices, because Apple's GPUs and some of Intel's lack
+    float64.
+    """
     return torch.float32 if is_other_device(device) else torch.float64

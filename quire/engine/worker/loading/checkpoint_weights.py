@@ -44,7 +44,7 @@ def open_weights(
     mtp: MTPTensorNames | None = None,
 ) -> CheckpointWeights:
     """If given, `tensors` replace the files' weights. Dummy weights ignore the checkpoint's quantization; only online
-    quantization applies to them. Raises ConfigError for online quantization of a quantized checkpoint, and for
+    quantization applies to them. Raises ConfigError for settings that contradict the checkpoint's quantization, and for
     `tensors` with a GGUF file.
     """
     quantization_config = model_config.raw.get("quantization_config") or {}

@@ -74,7 +74,7 @@ class SlotGrammars:
         """Slots whose last sampled token the host has not read yet, so that their matcher is one token behind."""
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """Loads in a thread, because loading takes a second for a vocabulary of 32,000 tokens and would stall streams."""
+        """Loads in a thread, because loading takes a second for 32,000 tokens and would stall streams."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
