@@ -23,7 +23,8 @@ from quire.engine.lora.target_modules import adaptable_modules
 class LoRARequest:
     """A LoRA adapter: a folder in PEFT's format, or a hub id.
 
-    Its files are read again under a new `lora_int_id`, or once `max_cpu_loras` other adapters have been requested.
+    Its files are read again under a new `lora_int_id`, or once `max_cpu_loras` (by default 4 * `max_loras`) other
+    adapters have been requested.
     """
 
     lora_name: str

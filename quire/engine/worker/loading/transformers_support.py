@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _TRIAL_LENGTHS = (5, 21, 40, 13)
 """Lengths of the trial's prompts, in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""The largest difference that rounding explains, in standard deviations of the logits."""
+"""By dtype, the largest difference that rounding explains, in standard deviations of the logits. Other dtypes use
+_DEFAULT_MAX_DEVIATION.
+"""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 

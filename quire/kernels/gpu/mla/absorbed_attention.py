@@ -24,8 +24,8 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Minimum of keys per split, and maximum of splits. A multiprocessor runs one program, because tiles of many rows take
-all its shared memory.
+"""Minimum of keys per split, and maximum of splits. A multiprocessor runs one program at a time, because tiles of many
+rows take all its shared memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(maximum splits, elements of a row per program, warps). The first that fits is used."""

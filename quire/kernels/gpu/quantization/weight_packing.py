@@ -11,7 +11,8 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs per step. The largest that divides a group is used."""
+"""Inputs per step. A step must divide a group. The largest such step is used, unless a smaller one needs less padding.
+"""
 SCALE_BLOCK = 128
 INTERLEAVED_OUTPUTS = 64
 """Number of outputs that are interleaved: one step of words of each output, then the next step of each. So reads are
