@@ -62,7 +62,7 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
         weights = scores.softmax(-1)
     else:
         raise ValueError(f"there is no routing by {routing.score_function!r}")
-    # Scores have the order of weights, but not the ties of weights that round to 0 or 1.
+    # Scores sort like weights, and stay distinct where weights round to 0 or 1.
     wanted = scores if correction is None and routing.group_score_top_k == 1 else weights
     wanted = wanted if correction is None else wanted + correction
     chosen = _top_indices(_mask_to_best_groups(wanted, routing), routing.top_k)

@@ -55,7 +55,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
     (e2m1).
     """
     if floats:
-        # e2m1's exponent bias is 1, which doubling cancels
+        # To double the floats, do not subtract e2m1's exponent bias of 1
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
