@@ -31,8 +31,8 @@ class QuantizationScheme(ABC):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuse linears with the same input, in this order. `cuts` apply to axes that were not sliced on reading. `wide`
-        changes only the results' dtype, to float32.
+        """Fuse linears with the same input, in this order. `cuts` apply to axes that were not sliced on reading. With
+        `wide`, for heads and routers, results are float32.
         """
 
     @abstractmethod
