@@ -1,4 +1,4 @@
-"""Has the name of vLLM's module."""
+"""Exports PoolingParams from a module with vLLM's name, so that programs written for vLLM can import it."""
 
 from quire.engine.common.request_params import PoolingParams
 

@@ -26,11 +26,13 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""Seconds for which an unnamed adapter's files stay, because a request may soon need them."""
+"""The files of an adapter without a name are kept for at least this many seconds, because a request that is not open
+yet may still need them.
+"""
 
 
 class AdapterRegistry:
-    """`adapters_by_name` is a live view."""
+    """The LoRA adapters of a model, by name. `adapters_by_name` is a live view of them."""
 
     def __init__(
         self,
@@ -39,7 +41,9 @@ class AdapterRegistry:
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
-        """`digests_in_use` returns the adapters of open requests."""
+        """`digests_in_use` returns the digests of the adapters that open requests use. `names_file` stores the names
+        for the next start; None: they are not stored.
+        """
         self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
@@ -55,7 +59,9 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
-        """Raises ConfigError."""
+        """Loads the adapters stored by an earlier start, and those of `modules` (--lora-modules). A stored adapter that
+        cannot be loaded is skipped with a warning. Raises ConfigError.
+        """
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -74,7 +80,9 @@ class AdapterRegistry:
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Raises InvalidRequest, also if the name has other content and `replace` is False."""
+        """Raises InvalidRequest for an invalid name, too many adapters or an unusable adapter, and if `name` belongs to
+        an adapter with other content and `replace` is False.
+        """
         self._check_name(name)
         async with self._change_lock:
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -97,7 +105,7 @@ class AdapterRegistry:
             self._save_and_clean_up(before)
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Running requests still finish. Raises ModelNotFound."""
+        """Open requests that use the adapter still finish. Raises ModelNotFound if no adapter has the name."""
         async with self._change_lock:
             if name not in self._adapters:
                 raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
@@ -177,15 +185,16 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
-    """Raises ConfigError."""
+    """Raises ConfigError if lora_modules is malformed, or is set without enable_lora."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Raises ConfigError if adapters of --lora-modules are missing here or do not fit. Takes milliseconds, while the
-    model loads. Without `modules`, does not check the fit.
+    """Raises ConfigError if a local adapter of --lora-modules is missing or does not fit the model. Hub ids are not
+    checked. The check takes milliseconds, and runs while the engine loads the model. If `modules` is None, the fit is
+    not checked.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -207,7 +216,9 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Yields None if no adapters are served. Adapters outlive the server in `data_dir`. Raises ConfigError."""
+    """Yields None if no adapters are served. Stores adapters in `data_dir`, where they outlive the server; without
+    `data_dir`, in a temporary folder. Raises ConfigError.
+    """
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

@@ -26,8 +26,9 @@ def create_app(
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function itself
-    raises the errors of `build_app`. `link`: see `build_app`; a SharedClient is its own link.
+    """Builds the application for a single model. The app's lifespan starts and stops the client, and raises the errors
+    of `open_runtime`. This function itself raises the errors of `build_app`. `link` is passed to `build_app`, except
+    that the link is the client's engine core if this is a SharedClient.
     """
     config = source.config
     tenants = Tenants(config)

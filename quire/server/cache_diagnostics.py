@@ -1,5 +1,5 @@
-"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from that of an earlier answer, cached or
-not. quire/engine/prefix_misses explains actual misses.
+"""OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from the prompt of an earlier answer,
+whether or not that one was cached. quire/engine/prefix_misses explains actual misses.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from quire.server.encoding import encode_ascii_json
 from quire.server.shared_capacity import BytesByOwner
 
 BLOCK_TOKENS = 16
-"""Tokens per block of the prefix cache."""
+"""Tokens per digest of a prompt."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
 SETTINGS = "settings"
-"""The part whose change has a reason in neither vendor's API."""
+"""Name of the part for whose change neither vendor's API has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
 class CacheDiagnosis(msgspec.Struct, frozen=True):
     outcome: Outcome
-    """unavailable: not compared, or no vendor's reason fits."""
+    """`unavailable`: the prompts were not compared, or neither vendor's API has a reason for the change."""
     changed: str = ""
     missed_tokens: int = 0
     reusable_tokens: int = 0
@@ -39,14 +39,16 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     """Digests of a prompt and of the request's parts that it was rendered from."""
 
     parts: dict[str, bytes]
-    """Parts except messages, in the order in which changes are reported."""
+    """Digests of the request's parts by name, without the messages, in the order in which changes are reported."""
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
-    """DIGEST_BYTES per BLOCK_TOKENS tokens. Only full blocks count, because others are never cached."""
+    """DIGEST_BYTES per BLOCK_TOKENS tokens. An incomplete last block has no digest, because such blocks are never
+    cached.
+    """
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """Prompts share blocks only if their `identity` is equal."""
+        """Returns a copy with the additional part `model`. Prompts share blocks only if their `identity` is equal."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -58,7 +60,9 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return len(self.blocks) // DIGEST_BYTES * BLOCK_TOKENS
 
     def diagnose_change_from(self, earlier: PromptFingerprint) -> CacheDiagnosis:
-        """Both fingerprints must come from `with_model`. Changed parts do not count if all full blocks are equal."""
+        """Both fingerprints must come from `with_model`. Changed parts do not count if the shorter prompt has full
+        blocks and the longer one begins with all of them.
+        """
         num_common = 0
         if self.parts["model"] == earlier.parts["model"]:
             num_common = common_prefix_length(self.blocks, earlier.blocks) * TOKEN_BYTES // DIGEST_BYTES * BLOCK_TOKENS
@@ -71,8 +75,8 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """Returns "" if messages were only appended. Blocks may differ even then, because templates may render earlier
-        messages differently.
+        """Returns the name of the first part that differs, or "messages". Returns "" if messages were only appended.
+        Blocks may differ even then, because templates may render earlier messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
@@ -81,7 +85,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
 def make_fingerprint(
     parts: Mapping[str, object], messages: Sequence[object], prompt_ids: Sequence[int], spans: Sequence[MediaSpan]
 ) -> PromptFingerprint:
-    """`parts` and `messages` are JSON values. The order of keys counts, because templates render it."""
+    """`parts` and `messages` are JSON values. The order of the keys in them counts, because templates render it."""
     tokens = encode_prompt_tokens(prompt_ids, spans)
     size = BLOCK_TOKENS * TOKEN_BYTES
     return PromptFingerprint(
@@ -101,7 +105,7 @@ def _digest(content: bytes) -> bytes:
 
 class RecentPrompts:
     """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts. Above the total limit,
-    the largest owner loses its oldest.
+    the largest owner loses its oldest prompts.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:

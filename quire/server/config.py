@@ -231,7 +231,9 @@ class ServerConfig(EngineConfig):
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
     def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
-        """Replaces vLLM's parser names with auto if the chat template shows the format."""
+        """Replaces the name of one of vLLM's parsers by "auto" if Quire infers that parser's format from the chat
+        template.
+        """
         return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
@@ -247,8 +249,8 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id; the folder's name, or config.json's if the folder's says nothing; the GGUF
-        file's stem.
+        """Default: the hub id, the stem of a GGUF file's name, or the folder's name. If a folder's name says nothing
+        (such as `model`), the default is the hub id in the hub cache's path, or else the name in config.json.
         """
         if self.served_model_name:
             return tuple(self.served_model_name)

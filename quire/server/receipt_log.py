@@ -18,7 +18,7 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Bounds unwritten receipts. If the disk is too slow, further ones are dropped and counted."""
+"""Limit of the receipts that wait to be written. If the disk is too slow, further receipts are dropped and counted."""
 
 
 class ReceiptLog:
@@ -93,7 +93,9 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Logs failed answers too, but not repeated ones, which are logged already."""
+        """Logs failed answers too. An answer that is repeated from the journal without the engine has been logged
+        already.
+        """
         if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

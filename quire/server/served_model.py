@@ -26,14 +26,16 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 
 
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
-"""Used for fields that neither the request nor generation_config.json sets."""
+"""Neutral values of sampling fields. They apply if neither the request nor generation_config.json sets the field."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""How many names an error lists, and how many it compares with the requested one."""
+"""How many names an error message lists, and how many names are compared with the requested one to suggest similar
+names.
+"""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """What other processes receive to build a ServedModel."""
+    """The data from which a process builds a ServedModel. It can be sent to other processes."""
 
     config: ServerConfig
     tokenizer: Tokenizer
@@ -42,7 +44,8 @@ class ServedModelSpec:
     sampling_defaults: Mapping[str, float]
     """Values of generation_config.json, or of settings that replace it. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Tokens of prompt and answer together. Like `tasks`, known once the engine runs."""
+    """Maximum tokens of a prompt together with its answer. Like `tasks`, the value is known only once the engine runs.
+    """
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -81,12 +84,14 @@ class ServedModel(ServedModelSpec):
     created: int = 0
     """Unix seconds."""
     fingerprint: str = ""
-    """Requests with equal fingerprints and seeds get equal tokens."""
+    """OpenAI's system_fingerprint. If it is equal and ends in `deterministic`, requests with equal seeds get equal
+    tokens.
+    """
     expendable: bool = False
-    """This process may be killed, so it can do work that never ends."""
+    """True if this process may be killed at any time, so that it can also do work that may never end."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
-        """Disables images if the engine cannot read them."""
+        """Returns a copy with what the engine has reported. If the engine cannot read images, the copy accepts none."""
         no_images_reason = info.no_images
         if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
@@ -111,13 +116,13 @@ class ServedModel(ServedModelSpec):
 
     @cached_property
     def max_output_tokens(self) -> int | None:
-        """None if only the context is the limit."""
+        """None if only the context length limits the output."""
         most = self.sampling_defaults.get("max_tokens")
         return None if most is None else int(most)
 
     @property
     def is_dual_encoder(self) -> bool:
-        """True if images get vectors apart from text."""
+        """True if the model embeds images separately from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     def resolve_model_name(self, requested_name: str | None) -> str:

@@ -5,14 +5,16 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Finds the total and the largest owner without a search, because gateways name ever more owners."""
+    """Bytes by owner. The total and the largest owner are found without a search over all owners, because gateways name
+    ever more of them.
+    """
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """The transaction's changed owners, with their earlier sizes; None outside a transaction."""
+        """Owners that the transaction has changed, with the sizes that they had before; None outside a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -57,10 +59,10 @@ class BytesByOwner:
 
 
 class SharedCapacity:
-    """Owners are tenant names, or "" without API keys."""
+    """A capacity that several owners share. An owner is the name of a tenant, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """Pass `usage` if other code reads or reverts it."""
+        """`usage` has what each owner uses. Pass it if other code reads it or reverts it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 
@@ -72,7 +74,9 @@ class SharedCapacity:
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """With API keys, a tenant must leave as much free as it uses."""
+        """Returns what the owner may take now. A tenant must leave as much free as it uses; the owner "" may take all
+        that is free.
+        """
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 

@@ -33,7 +33,9 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also releases the prompts' share of the token budget."""
+        """Charges the tenant's rate limit for `used_tokens` instead of the reserved tokens, and releases the prompt
+        tokens from the token budget. Only the first call has an effect.
+        """
         if self._reservation is not None:
             self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
@@ -49,15 +51,17 @@ class Admission:
         self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
         self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
-        """Bounds the prompt tokens of unsettled calls. A slow reader's call stays unsettled after the engine is
-        done.
+        """Bounds the prompt tokens of calls whose tickets are not settled. If a client reads slowly, its call stays
+        unsettled after the engine is done with it.
         """
 
     def start_draining(self) -> None:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Raises Overloaded. Called before the body is read, to spare an overloaded server."""
+        """Raises Overloaded if the server is shutting down, refuses requests while it sleeps, or has a full queue.
+        Called before the body is read, to spare an overloaded server.
+        """
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -67,8 +71,9 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """`prompt_tokens`: sum over prompts. Settle the ticket when the answers end. Raises Overloaded, RateLimited, or
-        InvalidRequest for a forbidden priority or more answers than the queue ever holds.
+        """`prompt_tokens` is the sum over the prompts. The caller must settle the ticket when the answers have ended.
+        Raises Overloaded, RateLimited, and InvalidRequest for a forbidden priority or for more answers than can ever
+        run and wait at once.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -122,8 +127,8 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """The body, path or query parameter `model` names the model. `handle` keeps it loaded until the last byte
-    is sent.
+    """A route for the model that the body, path or query parameter `model` names. `handle` waits until the model is
+    loaded. If `needs_awake`, it also keeps the model awake until the last byte of a POST's answer is sent.
     """
 
     needs_awake: ClassVar[bool] = True
@@ -136,13 +141,13 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
-    """A route that needs no running engine, or wakes it."""
+    """A route that needs no awake engine, or that wakes the engine itself."""
 
     needs_awake = False
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts requests before their bodies are read; answers get x-ratelimit headers."""
+    """Counts each request for the rate limits before its body is read, and adds x-ratelimit headers to the answer."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -160,7 +165,7 @@ class RateLimitedRoute(EngineOptionalRoute):
         return handle_rate_limited
 
     def check_admission_before_body_read(self, request: Request) -> None:
-        """Raise errors that do not depend on the body."""
+        """Raise the errors that do not depend on the body. The base class raises none."""
 
 
 class StoredDataRoute(RateLimitedRoute):

@@ -40,8 +40,8 @@ class AllowedHosts:
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
     def find_refused_host(self, scope: Scope) -> str | None:
-        """Returns None if accepted. Requests without Host pass: browsers always send it, HTTP/1.0 programs do not.
-        X-Forwarded-Host is ignored.
+        """Returns None if the request is accepted. Requests without the header Host are accepted, because browsers
+        always send it and HTTP/1.0 programs do not. X-Forwarded-Host is ignored.
         """
         if not self._is_enforced:
             return None
@@ -81,7 +81,7 @@ def host_header_values(scope: Scope) -> list[str]:
 
 
 def _parse_host_pattern(name: str) -> str:
-    """Returns lower case. Raises ConfigError."""
+    """Returns the pattern in lower case. Raises ConfigError for an invalid one."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

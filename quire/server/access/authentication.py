@@ -14,8 +14,8 @@ from quire.server.error_responses import ErrorInfo, error_response
 
 class AuthenticationMiddleware:
     """Sets the scope's tenant. With API keys, answers 401 without a valid key (`Authorization: Bearer KEY` or
-    `x-api-key: KEY`), 403 for ADMIN_PREFIX and ADMIN_PATHS without an admin's key. Without API keys, answers 403 for
-    LOCAL_ONLY_PATHS unless a local program asks.
+    `x-api-key: KEY`), and 403 for ADMIN_PREFIX and ADMIN_PATHS if the key is not an admin's; public paths need no key.
+    Without API keys, answers 403 for LOCAL_ONLY_PATHS unless a program on this machine sends the request.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
@@ -57,8 +57,8 @@ class AuthenticationMiddleware:
 
 
 def is_local_program(scope: Scope) -> bool:
-    """Returns False for web pages, which send their origin: browsers let any page POST without a body to a loopback
-    server.
+    """Returns True if a program on this machine sends the request. Returns False if a web page does, which the header
+    Origin shows, because browsers let any page send a POST without a body to a loopback server.
     """
     if "origin" in Headers(scope=scope):
         return False
@@ -70,7 +70,7 @@ def is_local_program(scope: Scope) -> bool:
 
 
 def read_api_key(headers: Headers) -> str:
-    """Reads OpenAI's header, otherwise Anthropic's; "" without a key."""
+    """Returns the key in OpenAI's header, or else the key in Anthropic's header; "" if there is no key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()
 
@@ -82,5 +82,7 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """Returns the key's digest, because names may pass to other keys."""
+    """Returns the hexadecimal digest of the request's key, or "" without keys. A key's name would not identify the
+    owner, because the name may later be given to another key.
+    """
     return tenant_of(request.scope).digest.hex()

@@ -20,9 +20,9 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Smaller bodies are not counted, because the connection's buffer is as large."""
+"""Bodies up to this size do not count in the memory budget, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""Scope key of a body that an outer application has read."""
+"""Scope key of a body that was read before the request was passed to its route."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -34,7 +34,7 @@ class BodyBuffer:
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
     started_at: float = 0.0
-    """Monotonic time at which the first bytes could arrive."""
+    """time.monotonic() at which the server began to receive the body."""
     deadline: asyncio.Timeout | None = None
     release_memory: Callable[[], None] = lambda: None
     """Idempotent."""
@@ -42,14 +42,16 @@ class BodyBuffer:
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
-    """In seconds."""
+    """All values are in seconds."""
 
     wait_seconds: float = 10.0
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """After this time, if others wait, a body must be on pace to arrive within half of `wait_seconds`."""
+    """After this time, while other bodies wait for memory, a body is cut off if at its pace so far it would take longer
+    than half of `wait_seconds` as a whole.
+    """
     total_seconds: float = 300.0
-    """Allows 16 MiB at 56 KiB/s. Without it, slower senders could occupy the budget for hours."""
+    """Suffices for 16 MiB at 56 KiB/s. Without this limit, slower senders could occupy the budget for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -59,12 +61,14 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """Bodies that exceed the memory budget wait unread, for at most `wait_seconds`. Meanwhile slow senders are cut off,
-    because they occupy the budget with little data.
+    """Receives bodies within a memory budget. A body for which there is no room waits unread, for at most
+    `wait_seconds`. Meanwhile slow senders are cut off, because they occupy the budget with little data.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """`max_bytes` bounds each body. The budget always has room for one."""
+        """`max_bytes` bounds each body. The budget is `budget_bytes`, or `max_bytes` if that is more, so one body
+        always fits.
+        """
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
@@ -73,7 +77,7 @@ class BodyReader:
         self._decode_slots = FairSemaphore(1)
         """One slot, because the budget does not count decoders' memory."""
         self._last_cut_at = 0.0
-        """Event loop time of the last check."""
+        """Event loop time at which slow senders were last looked for."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -81,10 +85,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body, which occupies the budget during the block. A body in the scope is not read
-        again. `json` False accepts any content type. Raises HTTPException if the body is too large, too slow or in an
-        unknown encoding, InvalidRequest if a browser declares another type than JSON or the encoding is broken,
-        Overloaded, and ClientDisconnect.
+        """Yields the whole decoded body, which counts in the budget until the end of the block. If the scope contains a
+        body that was read earlier, yields that one. If `json` is False, any content type is accepted. Raises
+        HTTPException if the body is too large, arrives too slowly or has an unknown encoding; InvalidRequest if the
+        encoding is broken, or if a browser declares another type than JSON; Overloaded if the budget stays full; and
+        ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -142,7 +147,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decodes twice, first only for the size, so that no decoder waits for room in the budget."""
+        """Decodes twice. The first pass only measures the size, so that no decoder waits for room in the budget."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
@@ -161,7 +166,7 @@ class BodyReader:
             self._check_size(self._max_bytes + 1)
 
     async def _reserve_bytes(self, body: BodyBuffer, size: int) -> None:
-        """Raises Overloaded after `wait_seconds`, HTTPException if `size` exceeds the maximum."""
+        """Raises Overloaded if there is no room within `wait_seconds`, HTTPException if `size` exceeds the maximum."""
         self._check_size(size)
         if size <= UNCOUNTED_BYTES:
             return
@@ -222,8 +227,9 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Browsers let pages of any origin post other content types without asking the server, but send the origin. curl
-    sends none, and its `-d` declares a form.
+    """Raises InvalidRequest if a browser declares another content type than JSON, because browsers let pages of any
+    origin post such types without asking the server. A browser is recognized by the header Origin or Sec-Fetch-Site.
+    curl sends neither, so its `-d`, which declares a form, is accepted.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

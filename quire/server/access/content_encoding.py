@@ -1,4 +1,6 @@
-"""Decodes bodies in small steps, so that no compression ratio costs more than the largest plain body."""
+"""Decodes bodies in small steps, so that a compressed body never costs more than the largest uncompressed one, however
+strongly it is compressed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from quire.engine.common.errors import InvalidRequest
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
 _INPUT_BYTES = 16 * 1024
-"""Input limit of a step, which takes 4 ms on empty blocks."""
+"""Maximum input bytes of a step. If they consist of empty blocks, the step takes 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
 MAX_LAYERS = 3
@@ -30,8 +32,8 @@ _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """Returns encodings in the order applied. Raises HTTPException for unknown ones, InvalidRequest for more than
-    MAX_LAYERS.
+    """Returns the encodings in the order in which the client has applied them. Raises HTTPException for an unknown
+    encoding, and InvalidRequest for more than MAX_LAYERS.
     """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
@@ -56,13 +58,13 @@ class BodyTooLarge(Exception):
 
 class BodyDecoder:
     def __init__(self, encodings: list[str], max_bytes: int) -> None:
-        """`max_bytes` limits the body and each encoded form."""
+        """`max_bytes` limits the decoded body, and also the output of each encoding if there are several."""
         self._layers = [_EncodingLayer(name, max_bytes) for name in reversed(encodings)]
         self._remaining_bytes = max_bytes
 
     def decode_chunk(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields each step's output, possibly empty; exhaust the iterator. Raises BodyTooLarge, or InvalidRequest for
-        bad data.
+        """Yields the output of each step, which may be empty. The caller must exhaust the iterator. Raises
+        BodyTooLarge, and InvalidRequest for bad data.
         """
         yield from self._decode_from_layer(chunk, 0)
 
@@ -87,14 +89,16 @@ class BodyDecoder:
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Drops empty parts."""
+    """Advances `parts` in threads, and yields all parts that are not empty."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
-    """Returns None after the last part."""
+    """Returns the next parts that are not empty; the list may be empty if they take long. Returns None after the last
+    part.
+    """
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:

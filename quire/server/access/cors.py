@@ -11,7 +11,7 @@ from quire.server.config import ServerConfig
 from quire.server.error_responses import ErrorInfo, error_response
 
 REFUSALS_BEFORE_WARNING = 3
-"""A single refused preflight may be a probe."""
+"""Number of refused preflights before a warning. A single one may be a probe."""
 _MAX_SHOWN_CHARACTERS = 100
 log = logging.getLogger("quire.server")
 
@@ -46,7 +46,9 @@ class WebSocketOriginMiddleware:
         await error_response(scope["path"], failure)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Programs send no origin. The scheme is ignored, because proxies may change it."""
+        """Accepts requests without an origin, because these come from programs. The origin's scheme is ignored, because
+        proxies may change it.
+        """
         if "*" in self._allowed_origins:
             return True
         same_host_suffix = f"://{headers.get('host', '').lower()}"
@@ -57,7 +59,9 @@ class WebSocketOriginMiddleware:
 
 
 class PreflightRefusalLogMiddleware:
-    """Logs the name of --allowed-origins once, because the page's user gets no useful message."""
+    """After REFUSALS_BEFORE_WARNING refused preflights, logs once that --allowed-origins exists, because the user of
+    the web page gets no useful message.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

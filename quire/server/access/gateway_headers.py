@@ -39,14 +39,16 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """Gives a user named by the gateway a separate share of the engine; all else is the key's."""
+        """Gives a user that the gateway names a separate share of the engine. Everything else, such as limits and
+        stored data, remains the key's.
+        """
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """Returns None without a known priority."""
+        """Returns None if the gateway names no priority, or one that is not configured."""
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)
         return None if name is None else self._priorities.get(name)
 

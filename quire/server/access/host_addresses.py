@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""The public DNS has no such names."""
+"""Suffixes of names that do not exist in the public DNS."""
 _PRIVATE_NETWORKS = [
     *map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")),
     *map(ip_network, ("fc00::/7", "fe80::/10")),
@@ -34,7 +34,7 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """True for this machine and networks unreachable from elsewhere."""
+    """True for names and addresses of this machine and of private networks."""
     name = normalize_host(host)
     if name is None:
         return False

@@ -1,4 +1,4 @@
-"""Memory that a request holds from parsing until its answer is sent."""
+"""Counts the memory that a request uses from parsing until its answer is sent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.server.access.body_reader import UNCOUNTED_BYTES
 from quire.server.shared_capacity import SharedCapacity
 
 MAX_LEASED_BYTES = 64 << 20
-"""Sixty agents with 100 KB of echoed tools and instructions hold 18 MB."""
+"""For comparison: the requests of 60 agents, each with 100 KB of tools and instructions that are echoed, use 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
 """Limit for models that read images. A high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """A lease up to UNCOUNTED_BYTES is free."""
+    """The memory of one request in a budget that requests share. A lease of up to `uncounted_bytes` does not count."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -33,7 +33,7 @@ class MemoryLease:
         return self._counted
 
     def grow_lease(self, size: int) -> None:
-        """Raises Overloaded if others hold too much. A lease that is alone always fits."""
+        """Raises Overloaded if other leases leave too little room. If no other lease counts, any size is granted."""
         leased_bytes = self._size + size if self._size + size > self._free else 0
         added_bytes = leased_bytes - self._counted
         if (
@@ -53,7 +53,9 @@ class MemoryLease:
         self._counted = leased_bytes
 
     def move_to_new_lease(self) -> MemoryLease:
-        """The new lease has no connection, so even its first bytes count."""
+        """Releases this lease, and returns a lease of the same size for an answer that continues without its
+        connection. The new lease counts from its first byte. Raises Overloaded.
+        """
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
         self.release_lease()
@@ -66,7 +68,7 @@ class MemoryLease:
 
 
 class MemoryLeaseMiddleware:
-    """Releases each request's lease when the answer has left the connection's buffer."""
+    """Gives each request a lease, and releases it when the answer has left the connection's buffer."""
 
     def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app
@@ -96,5 +98,7 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """The bytes are freed when the request is answered. Raises Overloaded."""
+    """Adds `size` bytes to the request's lease, which is released when the request has been answered. Raises
+    Overloaded.
+    """
     lease_of(scope).grow_lease(size)

@@ -5,9 +5,9 @@ PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 METRICS_PATH = "/metrics"
 """Also accepts a --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""Contains no secrets; the page asks for a key."""
+"""Prefix of the web page's files. They need no key, because they contain no secrets; the page itself asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Operators' routes, which need an admin's key if there are keys."""
+"""Prefix of operators' routes. If there are API keys, these routes need an admin's key."""
 
 ADMIN_PATHS = frozenset(
     {

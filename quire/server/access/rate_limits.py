@@ -10,7 +10,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class TokenBucket:
-    """Holds at most a minute's amount. Larger withdrawals leave a debt."""
+    """Fills continuously, up to the amount of one minute. If a withdrawal exceeds the level, the bucket is in debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -26,11 +26,11 @@ class TokenBucket:
         return self._level
 
     def withdraw(self, amount: float) -> None:
-        """A negative `amount` is put back."""
+        """Never fails: the level may become negative. A negative `amount` is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """Returns 0 if the bucket holds `amount` now."""
+        """Returns the seconds until the bucket contains `amount`, or 0 if it does now."""
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
@@ -40,14 +40,14 @@ class TokenReservation:
         self._tokens = tokens
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Only the first call counts."""
+        """Replaces the reserved tokens by `used_tokens`. Only the first call has an effect."""
         bucket, self._bucket = self._bucket, None
         if bucket is not None:
             bucket.withdraw(used_tokens - self._tokens)
 
 
 class RateLimits:
-    """None means unlimited. Methods raise RateLimited."""
+    """Limits of one tenant. None means unlimited. `count_request` and `reserve_tokens` raise RateLimited."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RateLimits:
         return RateLimits(limits[0], limits[1], clock=self._clock)
 
     def count_request(self) -> None:
-        """Call this before the body is read. Also raises while the token bucket is in debt."""
+        """Call this before the body is read. Raises RateLimited also while the token bucket is in debt."""
         if self._token_bucket is not None:
             self._require_amount("tokens", self._token_bucket, 0)
         if self._request_bucket is not None:
@@ -76,7 +76,7 @@ class RateLimits:
             self._request_bucket.withdraw(1)
 
     def reserve_tokens(self, tokens: int) -> TokenReservation:
-        """`tokens`: the most that the request can use, prompt included."""
+        """`tokens` is the most that the request can use, including its prompt."""
         if self._token_bucket is not None:
             limit = self._token_bucket.per_minute
             if tokens > limit:
@@ -96,7 +96,7 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """Raises RateLimited with headers that say when to retry."""
+        """If the bucket contains less than `amount`, raises RateLimited with headers that say when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))

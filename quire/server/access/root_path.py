@@ -5,8 +5,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPathMiddleware:
-    """Removes --root-path from paths, so that admin rules apply. Only the API description gets `root_path`, because
-    Starlette would remove it again elsewhere.
+    """Removes --root-path from the beginning of paths, so that rules for paths, such as those for admins, apply. Sets
+    `root_path` only for the API description, because for other routes Starlette would remove it from the path again.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

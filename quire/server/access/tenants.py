@@ -40,13 +40,15 @@ class Tenant:
     limits: RateLimits
     weight: float = 1.0
     priority: int | None = None
-    """The most urgent priority allowed (lower is more urgent). None allows any."""
+    """The most urgent priority that requests may have (a lower number is more urgent). None allows any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """True if other keys' cached prefixes may be used."""
+    """True if this key's requests may share cached prefixes with other keys' requests."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
-        """The salt differs by key, because timing must not reveal other tenants' prompts."""
+        """Returns a salt that differs by key, unless `shares_prefixes`, because timing must not reveal other tenants'
+        prompts.
+        """
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
@@ -95,14 +97,16 @@ class Tenants:
         return tuple(self._keyed_tenants)
 
     def find_by_key(self, key: str) -> Tenant | None:
-        """`key`: header bytes as Latin-1. Takes constant time, to prevent timing attacks."""
+        """`key` consists of header bytes decoded as Latin-1. Digests are compared in constant time, to prevent timing
+        attacks.
+        """
         return _find_by_key(self._keyed_tenants, key)
 
     def find_by_metrics_key(self, key: str) -> Tenant | None:
         return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
-        """`digest` is hexadecimal. Returns None if the key is no longer accepted."""
+        """Returns the tenant whose key has this hexadecimal digest; None if the key is no longer accepted."""
         tenants = self._keyed_tenants or [self.anonymous]
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 

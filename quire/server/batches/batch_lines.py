@@ -19,7 +19,7 @@ from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 
 
 class _LineEntry(msgspec.Struct):
-    """The fields accept any type, so that Quire words the errors."""
+    """Each field accepts any JSON type, so that the error messages are Quire's own."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -115,7 +115,7 @@ def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int
 
 @contextmanager
 def rereadable_file(path: Path) -> Iterator[Path]:
-    """Yields `path`, or a copy of a pipe or stdin (`-`)."""
+    """Yields `path` itself. If it is a pipe or stdin (`-`), yields a temporary copy that can be read repeatedly."""
     if str(path) != "-" and not path.is_fifo():
         yield path
         return

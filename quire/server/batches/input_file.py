@@ -15,14 +15,14 @@ MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
 _SORT_PREFIX_BYTES = 256
-"""Requests are sorted by this many first bytes of their body, so that those with equal instructions run in succession
-and find them in the prefix cache.
+"""Requests are sorted by this many first bytes of their bodies, so that requests with equal instructions run in
+succession and find the instructions in the prefix cache.
 """
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Returns requests in processing order, or all errors. `max_bytes` bounds each body. Takes 1 s per 100 MB. Raises
-    OSError.
+    """Returns the requests in processing order, or no requests and up to _MAX_ERRORS errors. `max_bytes` bounds each
+    body. Takes 1 s per 100 MB. Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -52,7 +52,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yields line number (from 1), byte offset and line, without a byte order mark."""
+    """Yields each line's number (from 1), byte offset and content. A byte order mark is skipped."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):

@@ -38,8 +38,8 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Ends the batch in the transaction that adds its files. Blocks; may be called again. Raises OSError and
-    sqlite3.Error.
+    """Writes the batch's files, and ends the batch in the transaction that adds the files' rows. Blocks. May be called
+    again after an error. Raises OSError and sqlite3.Error.
     """
     new_files: list[StoredFile] = []
     try:

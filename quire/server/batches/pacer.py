@@ -14,11 +14,15 @@ from quire.engine.common import clock
 
 BATCH_TENANT_SUFFIX = "/batches"
 _MAX_QUEUED_TOKENS = 256
-"""Limit of the lines' waiting prompt tokens. It keeps steps short, because a new request waits for the running step."""
+"""While no normal request runs, no further line starts if more prompt tokens than this wait. This keeps steps short,
+because a new request waits for the running step.
+"""
 _QUIET_SECONDS = 1.0
-"""For this long after a normal request, another one is expected."""
+"""For this many seconds after a normal request, another normal request is expected."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""Pause between starts while other requests run, because a start takes 2 ms of the event loop."""
+"""Minimum time between starts of lines while normal requests run or are expected, because a start takes 2 ms of the
+event loop.
+"""
 _MAX_SLOWDOWN = 1.25
 _SMOOTHING_STEPS = 16
 
@@ -26,7 +30,7 @@ _SMOOTHING_STEPS = 16
 class StepTimesByRequestCount:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """Average seconds per step, by number of requests."""
+        """Average seconds of a step in which each request computes one token, by number of requests."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -36,7 +40,10 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """Uses the step time of one request fewer if `num_requests` was not measured."""
+        """True if a step with `num_requests` takes at most _MAX_SLOWDOWN times as long as one with `baseline_requests`.
+        If no step with `num_requests` was measured, a step with one request fewer is compared. If that is unknown too,
+        returns False.
+        """
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

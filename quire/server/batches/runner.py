@@ -43,13 +43,14 @@ from quire.server.store.write_retry import Result, retry_until_written
 
 log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
-"""Smaller numbers go first; requests default to 0."""
+"""Priority of batch lines. Smaller numbers go first; the default of other requests is 0."""
 MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
-"""Maximum concurrent uploads. An API key must leave as many free as it uses."""
+"""Maximum number of concurrent uploads. With API keys, a key must leave as many free as it uses."""
 _SLOT_DIVISOR = 4
 _LINES_PER_CHECK = 2
-"""Lines started before a pause, because each start blocks the event loop for some milliseconds."""
+"""Number of lines that are started between two pauses, because each start blocks the event loop for some milliseconds.
+"""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
@@ -90,7 +91,9 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Also cancels batches that other processes were asked to cancel."""
+        """Starts the unfinished batches that do not run yet. Also cancels running batches that other processes were
+        asked to cancel.
+        """
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
@@ -120,7 +123,9 @@ class BatchRunner:
             self._start_batch(owner, batch)
 
     async def cancel_batch(self, owner: str, id: str) -> Batch:
-        """Keeps results. Raises RequestNotFound, or InvalidRequest if the batch ended or is finalizing."""
+        """Results that exist are kept. Raises RequestNotFound, and InvalidRequest if the batch has ended or is
+        finalizing.
+        """
         batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
@@ -188,7 +193,9 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Separates share and limits, so that batches do not slow down the tenant's requests."""
+        """Returns a tenant with a separate share of the engine and separate rate limits, so that batches do not slow
+        down the tenant's other requests.
+        """
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:
