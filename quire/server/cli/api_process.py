@@ -48,7 +48,7 @@ def main() -> int:
     try:
         with bind_shared_port(setup) as listener:
             link = SharedClient(config, setup.hub, setup.identity)
-            # end as if killed, so that other processes continue the calls and none fails
+            # ends like a killed process, so that other processes continue this process's calls and no call fails
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:

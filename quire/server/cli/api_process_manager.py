@@ -39,7 +39,7 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""How many successive processes of one number may end without serving."""
+"""Number of processes with the same number that may end in succession before they have served."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0
@@ -48,7 +48,7 @@ _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """Sent as a line of JSON on stdin."""
+    """The manager sends it to an API process's stdin as a line of JSON."""
 
     config: str
     hub: str
@@ -58,7 +58,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     started: float
     """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """The shared Unix socket; None: bind `address`."""
+    """File descriptor of the shared Unix socket. If None, the process binds `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -178,7 +178,9 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Returns the last exit code. Raises ConfigError or EngineError if too many processes in a row cannot serve."""
+        """Restarts the process until the server stops, and returns its last exit code. Raises ConfigError or
+        EngineError if MAX_FAILURES processes in a row end before they serve, or one fails before the server is ready.
+        """
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1

@@ -32,15 +32,15 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""For a server that only this process can reach."""
+"""Settings of a server that only this process can reach."""
 
 
 @asynccontextmanager
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Enters the lifespan, because uvicorn would log an engine's start error instead of raising it. Raises ConfigError
-    for unusable certificates and keys before the model is loaded.
+    """Starts and stops the app itself, because uvicorn would log an error of the engine's start instead of raising it.
+    Raises ConfigError for unusable certificates and keys without waiting for the engine.
     """
     try:
         tls_context(config)
@@ -53,8 +53,8 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Yields the path of a Unix socket. Raises the engine's start errors."""
-    # only this user can enter the socket's folder, so no keys are needed
+    """Serves the API on a Unix socket, and yields the socket's path. Raises the errors of the engine's start."""
+    # Only this user can enter the socket's folder, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)
     client.engine_core.launch()

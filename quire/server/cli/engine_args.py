@@ -23,12 +23,12 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Afterwards, `LLM(**vars(parser.parse_args()))` takes the flags, as text."""
+        """Adds a flag for each field of EngineConfig. `LLM(**vars(parser.parse_args()))` accepts their values as text."""
         add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Ignores the program's own options."""
+        """Ignores arguments that are not fields of EngineConfig."""
         options = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
         return cls(options.pop("model", None), **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ExclusiveFlags(dict[str, Any]):
-    """Flags that exclude each other."""
+    """Flags of which a command accepts only one at a time."""
 
 
 class FlagGroup(dict[str, Any]):
@@ -23,8 +23,8 @@ def build_parser(
 
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
-    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments. Any key
-    may map to ExclusiveFlags, a title to FlagGroup.
+    """`flags` maps names, separated by spaces, to a default, a type, False for a switch, or arguments of add_argument.
+    An ExclusiveFlags value may have any key; the key of a FlagGroup is its title.
     """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):

@@ -82,7 +82,7 @@ _COMMAND_MODULES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: success, 1: failure, 2: a usage error."""
+    """Returns the exit status: 0 for success, 1 for failure, 2 for a usage error, 130 after Ctrl-C."""
     started = time.perf_counter()
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # for example, a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails again
         if not isinstance(error, BrokenPipeError):  # the reader closed our output, as `head` does
             where = "" if error.filename is None else f"{error.filename}: "
             print(f"quire {args.command}: {where}{error.strerror or error}", file=sys.stderr)

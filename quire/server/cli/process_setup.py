@@ -21,14 +21,16 @@ log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
 MIN_OPEN_FILES = 64
-"""Server and engine cannot start with fewer."""
+"""The server and the engine cannot start with fewer open files."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
 
 
 def open_standard_streams() -> None:
-    """Opens closed streams, because later files and sockets would get their numbers, and messages would go there."""
+    """Opens closed standard streams on /dev/null. Otherwise later files and sockets would get their descriptors, and
+    messages would be written to them.
+    """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
@@ -41,7 +43,7 @@ def open_standard_streams() -> None:
 
 
 def discard_closed_stderr() -> None:
-    """Prevents Python from flushing again at exit and returning status 120."""
+    """Replaces a closed stderr by /dev/null. Otherwise Python would flush it again at exit and return status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -49,7 +51,9 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Both signals end the process with status 0 until a draining server handles them."""
+    """Both signals end the process at once with status 0, until `watch_signals` handles them. SIGHUP stays ignored if
+    it was ignored.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -60,13 +64,13 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal` in the loop. After the block, signals end the process at once, except SIGHUP, which is
-    ignored.
+    """Calls `on_signal` in the loop for SIGINT, SIGTERM and SIGHUP. After the block, SIGHUP is ignored and the other
+    two end the process at once.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
-    # The loop's own handlers would restore the defaults when it closes; another SIGHUP would then kill the process.
+    # The loop's own handlers would be removed when it closes; another SIGHUP would then kill the process.
     for number in numbers:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(on_signal, number))
     try:
@@ -79,7 +83,7 @@ def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> 
 
 
 def dump_threads_on_signal() -> None:
-    """Without this, SIGUSR1 would end the process."""
+    """Makes SIGUSR1 write all threads' stacks to stderr, instead of ending the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 
@@ -88,7 +92,9 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Warns if few connections are possible. Raises ConfigError if the limit prevents a start."""
+    """Raises the soft limit as far as the system allows. Warns if few connections are possible. Raises ConfigError if
+    the limit is too low to start.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -24,7 +24,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
 
 
 def normalize_server_url(text: str, *, tls: bool = False) -> str:
-    """Removes /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
+    """Removes /v1 from the end. Without a scheme, the URL gets https if `tls`, otherwise http. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(full)
@@ -41,7 +41,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """Trusts the system's authorities and `cacert`. Raises ConfigError."""
+    """Trusts the system's authorities, and also the certificates in `cacert`. Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
@@ -55,7 +55,7 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """Use the message of an OpenAI error body, or else the HTTP status."""
+    """Returns an error with the message of an OpenAI error body, or else with the HTTP status."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -65,7 +65,7 @@ def error_from_response(response: httpx.Response) -> QuireError:
 
 
 class ServerUnreachable(EngineError):
-    """Nothing answers there."""
+    """No server answers at the URL, or its certificate is not trusted."""
 
 
 def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
@@ -84,7 +84,7 @@ def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
 
 
 def fetch_model_names(http: httpx.Client) -> list[str]:
-    """Returns at least one name. The client's base URL must be /v1. Raises EngineError."""
+    """Returns at least one name. The client's base URL must end in /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:
@@ -100,7 +100,7 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """Raises EngineError."""
+    """Raises EngineError, which suggests similar names, if `name` is not served."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -109,7 +109,9 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """Without `name`, takes the first one listed. Raises EngineError if `name` is not listed."""
+    """Returns `name`, or the first listed model if it is None. Raises EngineError if the server lists models without
+    `name`, or if there is neither a list nor a name.
+    """
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

@@ -41,7 +41,7 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
-    """Exits with status 0. `=all` also prints the uncommon flags."""
+    """Prints help and exits with status 0. `--help=all` also prints the uncommon flags."""
 
     uncommon_actions: list[argparse.Action]
 
@@ -58,7 +58,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """The parser must not have --help yet."""
+    """Adds --help, which the parser must not have yet, --config, and a flag per field."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -79,8 +79,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Each field's flag gets the title of the first class in `titles` that has the field. Omits other fields, and flags
-    that the parser already has.
+    """Adds each field's flag to the group of the first class in `titles` that has the field. Omits fields that none of
+    these classes has, and flags that the parser already has.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -99,8 +99,8 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Returns the other arguments and the settings. `positional` names an argument for the field `model`, `gguf` one
-    for a GGUF file. Exits with status 2 for bad values.
+    """Returns the other arguments and the settings. `positional` names an argument whose value is the model, `gguf` one
+    whose value is a GGUF repository. Exits with status 2 for bad values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -139,7 +139,7 @@ def _parse_yaml_and_flags(
 
 
 def _split_json_lists(texts: Sequence[str]) -> list[Any]:
-    """vLLM's lists are JSON."""
+    """Splits JSON lists, as vLLM writes lists. Keeps other texts."""
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):
@@ -150,7 +150,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warns if Quire ignores the keys, or if the process list shows them."""
+    """Warns of VLLM_API_KEY, which Quire ignores, and of keys in flags, which the list of processes shows."""
     if os.environ.get("VLLM_API_KEY"):  # a user who set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key", "metrics_api_key"):
@@ -161,7 +161,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """Reads vLLM's --config format. Raises ConfigError."""
+    """Reads a file in the format of vLLM's --config. Omits the model unless `with_model`. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -184,7 +184,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """Makes an argparse type for finite numbers from `low` to `high`. `above` excludes `low`."""
+    """Returns an argparse type for finite numbers from `low` to `high`. If `above`, `low` itself is excluded."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)

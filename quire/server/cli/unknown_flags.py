@@ -16,15 +16,16 @@ _PLUGIN_FLAGS = {
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
-"""These flags load a user's parser under a name unknown to Quire."""
+"""Maps vLLM's flags that load a user's parser to the flags that then name this parser. Quire does not know such names.
+"""
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""Objects may come in parts: `--flag.key.key value`."""
+"""Metavar of flags whose value is a JSON object. The object may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """Turns --max_model_len into --max-model-len, as vLLM does. Keeps keys after a dot."""
+    """Turns --max_model_len into --max-model-len, as vLLM does. Keys after a dot do not change."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -34,7 +35,9 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Exits with status 2 for unknown flags. Drops flags without effect and prints why."""
+    """Translates flags of other programs. Drops flags without effect and prints why. Exits with status 2 for unknown
+    flags.
+    """
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -86,7 +89,9 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
 
 
 def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
-    """Turns vLLM's number of local engines into the number of engines, because each machine serves only its own."""
+    """Turns vLLM's flags for the number of local engines into --data-parallel-size, because each machine serves only
+    its own engines.
+    """
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
@@ -109,7 +114,9 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Removes and returns positionals that follow a dropped flag, because an earlier list flag would take them."""
+    """Removes and returns the positional arguments after a dropped flag. Otherwise an earlier flag that takes a list
+    would also take them.
+    """
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -117,7 +124,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Merges `--flag.key.key value` parts into one JSON object in the first part's position."""
+    """Merges the parts `--flag.key.key value` of a flag into one JSON object at the first part's position."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -169,7 +176,7 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Accepts Python's True, False and None. Returns text that is not JSON unchanged."""
+    """Decodes JSON, and Python's True, False and None. Returns any other text unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:

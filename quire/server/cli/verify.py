@@ -98,7 +98,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def determinism_label(info: EngineInfo) -> str:
-    """Returns part of every answer's system_fingerprint."""
+    """Returns the ending of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
@@ -117,7 +117,9 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
 
 
 class Verification:
-    """Repeats requests with configurations that must not change any token."""
+    """Repeats requests under conditions that must not change any token: in a batch, with prefix hits, after a kill, in
+    chunks, and with preemptions.
+    """
 
     def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config
@@ -187,7 +189,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Mixes greedy and sampled, short and long requests. Common prefixes end near block boundaries."""
+    """Mixes greedy and sampled, short and long requests. Their common prefixes end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []
@@ -205,7 +207,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """`kill`: ends the engine process once during generation. Raises EngineError."""
+    """If `kill`, kills the engine process once during generation. Raises EngineError."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

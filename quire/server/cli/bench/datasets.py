@@ -16,7 +16,7 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limits for prompts, and for prompts with answers, so that figures are comparable."""
+"""This limit of a prompt with its answer and the limit of a prompt above are vLLM's, so that figures are comparable."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 
@@ -75,7 +75,7 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
-    """None if there are fewer than two turns."""
+    """Returns None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None

@@ -11,7 +11,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """Times are seconds since the request."""
+    """Times are seconds since the request was sent."""
 
     chunk_times: Sequence[float]
     prompt_tokens: int
@@ -31,7 +31,7 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """In milliseconds."""
+    """All values are in milliseconds."""
 
     mean: float
     p50: float
@@ -72,7 +72,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """In seconds."""
+    """Returns samples in seconds, keyed by the fields of BenchSummary, whose values are in milliseconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],
@@ -106,6 +106,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Arrival seconds of a Poisson process; `rate` in requests per second."""
+    """Returns arrival times of a Poisson process in seconds. `rate` is in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Any chunk of /completions counts, but not one that only opens a chat answer."""
+        """True for each chunk of /completions. False for a chat chunk that only opens the answer."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -98,7 +98,7 @@ BenchJob = tuple[str, bytes]
 class ReceivedStream:
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """Seconds since `sent_at`. Chunks without tokens do not count."""
+    """Arrival times of chunks with tokens, in seconds since `sent_at`."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
@@ -183,7 +183,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """Chats take no ids, so they get words that are single tokens in most vocabularies."""
+    """Chat requests cannot contain token ids, so each id becomes a word that is a single token in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -196,7 +196,7 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """CPU time of this process, which a server on the same cores lacks."""
+    """CPU time of this process. A server on the same cores cannot use it."""
 
 
 async def measure_server(

@@ -17,7 +17,9 @@ _VLLM_NAMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": 
 
 
 def goodput(answers: Sequence[BenchAnswer], goals: Sequence[tuple[str, float]], seconds: float) -> float:
-    """Requests per second that meet all goals (vLLM's latency names with milliseconds)."""
+    """Returns the number of requests per second that meet all goals: pairs of vLLM's name of a latency and
+    milliseconds.
+    """
     num_good = 0
     for answer in answers:
         samples = {_VLLM_NAMES[name]: values for name, values in latency_samples([answer]).items()}

@@ -47,7 +47,7 @@ def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.N
 
 
 def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
-    """Returns `length`, or random lengths around it by --random-range-ratio."""
+    """Returns `count` lengths: equal to `length`, or random ones around it with --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
         return [length] * count
@@ -56,7 +56,7 @@ def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[in
 
 
 def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and warm-up share only the common prefix."""
+    """Returns the measured prompts and the warm-up prompts. They share only the common prefix."""
     rng = random.Random(args.seed)
 
     def random_ids(count: int) -> list[int]:
@@ -69,7 +69,7 @@ def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[lis
 
 
 def read_jsonl_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines have `prompt` or `messages`; other fields go into the request. Raises ConfigError."""
+    """Each line has `prompt` or `messages`. Its other fields are added to the request. Raises ConfigError."""
     entries = []
     try:
         for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

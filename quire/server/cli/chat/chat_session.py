@@ -26,8 +26,8 @@ class ChatSession:
     """Usage of the last answer; empty if the stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Keeps an interrupted answer. If the server refuses, raises QuireError and drops `text` and the pending
-        images.
+        """Keeps the part of an interrupted answer that was received. If nothing was received, a refusal drops `text`
+        and the pending images. Raises QuireError.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -49,7 +49,9 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Returns the user message's text. Its images become pending again."""
+        """Removes the last user message and its answer. Returns the message's text, or None if there is no message. Its
+        images become pending again.
+        """
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -60,7 +62,7 @@ class ChatSession:
         return message_text(content)
 
     def save_conversation(self, path: Path) -> None:
-        """Raises ConfigError, also if the file exists and is not a saved conversation."""
+        """Raises ConfigError if the file cannot be written, or exists and is not a saved conversation."""
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):
@@ -70,7 +72,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Reads a saved conversation or a list of messages; the model stays. Raises ConfigError."""
+        """Reads a saved conversation or a list of messages. The model does not change. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:

@@ -171,7 +171,9 @@ def _switch_model(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def image_data_url(name: str) -> str:
-    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError, InvalidRequest."""
+    """`name` is a path as typed or as dropped on a terminal, so it may be quoted or escaped. Raises ConfigError or
+    InvalidRequest.
+    """
     from quire.engine.images.image_decoding import (  # images are rare
         MAX_FILE_BYTES,
         open_image,

@@ -17,7 +17,7 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return the blocks that further text cannot change, and the rest."""
+    """Return the blocks that further text cannot change, and the text after them."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -42,7 +42,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """Keeps line breaks, which Markdown turns into spaces."""
+    """Keeps single line breaks, which Markdown would turn into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -51,7 +51,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """Prints everything before raising an error of `pieces`."""
+    """If `pieces` raises an error, everything before it is printed first."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),

@@ -28,7 +28,7 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
-"""Ollama's switches for Quire's defaults."""
+"""Ollama's switches for what Quire does by default."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -106,7 +106,7 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Returns piped text, then the words; None if there is neither."""
+    """Returns the piped text and then the words; None if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
@@ -140,7 +140,9 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """(None, None): an engine must be started."""
+    """Returns the server's URL and the model. (None, None) means that an engine must be started. With --url, the model
+    may be None.
+    """
     model = args.name or config.model
     if args.url is not None:
         return args.url, model

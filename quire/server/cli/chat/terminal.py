@@ -68,7 +68,7 @@ def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> in
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends, except after a backslash; Alt+Enter starts a new line."""
+    """Enter sends the text, except after a backslash; Alt+Enter begins a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")

@@ -18,13 +18,13 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""Value of --models, unless a file has this name."""
+"""Value of --models that means all downloaded models, unless a file has this name."""
 _MEMORY_SHARE = 0.9
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Puts the smallest model first: it is loaded at the start and is the default. Raises ConfigError if none can be
-    served.
+    """Puts the smallest generative model first, because the first model is loaded at the start and is the default.
+    Raises ConfigError if no model can be served.
     """
     cache = scan_hub_cache()
     downloads = (

@@ -62,7 +62,7 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """None: no cache yet."""
+    """Returns None if there is no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """None: no server has the model. Raises an error if a server named by --url does not answer."""
+    """Returns None if no server has the model. Raises ServerUnreachable if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]

@@ -28,9 +28,9 @@ CONTEXT_TOKENS = 4096
 """Context length that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
 _LAPTOP_FLOPS = 1e12
-"""Rough 16-bit operations per second; memory bounds a single stream."""
+"""Assumed 16-bit operations per second of a laptop. A rough value suffices, because memory limits a single stream."""
 _EMBEDDING_BITS = 6.5625
-"""Bits of Q6_K, for tied embeddings in 4-bit files."""
+"""Bits per number of Q6_K, which 4-bit files use for tied embeddings."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
 _HEADER = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
 
@@ -41,7 +41,7 @@ class ModelRow:
     parameters: int
     memory: int
     context: int
-    """Tokens that fit; 0: none, or not served."""
+    """Context length in tokens that fits; 0 if none fits or the model is not served."""
     speed: float | None
     """Maximum tokens per second; None: encoder."""
 

@@ -23,11 +23,11 @@ class DraftPlan:
     speculative_config: SpeculativeConfig
     stored: CheckpointSize
     sizes: ModelSizes | None
-    """None: the draft has no own KV."""
+    """None if the draft has no KV cache of its own."""
 
     @property
     def is_separate_model(self) -> bool:
-        """A separate model's KV is not stored in tiers; heads' KV is."""
+        """True if the draft is a separate model, whose KV is not stored in tiers. The KV of draft heads is."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
@@ -44,7 +44,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Counts at least one slot, so that the plan shows what does not fit."""
+    """Returns one slot if not even this fits, so that the plan can show what does not fit."""
     try:
         return count_state_slots(
             slot,
@@ -67,8 +67,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Returns bytes per request and device, outside KV blocks; see worker/device_memory.py. Only one of
-    `num_devices_per_memory` devices drafts.
+    """Returns the bytes per request and device outside of KV blocks; see worker/device_memory.py. The draft's bytes are
+    divided by `num_devices_per_memory`, because only one of the devices that share a memory drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
@@ -77,7 +77,7 @@ def state_slot_bytes(
 def plan_draft(
     speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
 ) -> DraftPlan | None:
-    """None: drafting needs no weights. `served`: the served model's config.json. Raises ModelError."""
+    """Returns None if drafting needs no weights. `served` is the served model's config.json. Raises ModelError."""
     if speculative_config is not None and speculative_config.method == "mtp":
         return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:

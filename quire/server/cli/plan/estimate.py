@@ -47,7 +47,7 @@ class Estimate:
     block_bytes: int
     block_needs: KVBlockNeeds
     layer_block_bytes: int
-    """One layer's bytes per block, undivided among devices."""
+    """Bytes of one layer in a block, on all devices together."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
     step_bytes: int = 0
@@ -58,7 +58,9 @@ class Estimate:
     kv_cache_dtype: str = "auto"
     """"auto" means `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
-    """(context length, how many such contexts fit), for powers of two."""
+    """Pairs of a context length and the number of such contexts that fit. Lengths are powers of two and the model's
+    maximum.
+    """
     adapter_bytes: int = 0
     draft_bytes: int = 0
     state_bytes: int = 0
@@ -80,7 +82,7 @@ class Estimate:
 
     @property
     def num_fitting_blocks(self) -> int:
-        """0 if the model keeps no KV."""
+        """0 if the model has no KV cache."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -92,13 +94,13 @@ class Estimate:
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
     def context_kv_bytes(self, length: int) -> int:
-        """Maximum at any one time."""
+        """Returns the maximum KV bytes that a context of `length` tokens uses at any one time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """Counts all streams together. None: unknown machine speed."""
+        """Returns the sum over all streams. None if the machine's speed is unknown."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -109,7 +111,7 @@ class Estimate:
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
-        """None: unknown machine speed."""
+        """Returns None if the machine's speed is unknown."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

@@ -49,7 +49,7 @@ def estimate_model(
 class _WeightPlan:
     model_bytes: int
     device_bytes: int
-    """Includes adapters, drafts and the vision tower."""
+    """Bytes on one device, including adapters, drafts and the vision tower."""
     adapter_bytes: int
     draft_bytes: int
     experts: ExpertsPlan
@@ -59,13 +59,13 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """Bytes on all devices."""
+    """Bytes of the model's KV on all devices together."""
     draft: int
-    """Bytes on one device."""
+    """Bytes of the draft's KV on a device that drafts."""
     draft_share: int
-    """Bytes per device, if the devices that share a memory share the draft's KV."""
+    """Bytes of the draft's KV, divided by the number of devices that share it."""
     split: int
-    """Number of parts of the model's KV."""
+    """Number of parts into which the model's KV is divided."""
 
     @property
     def per_device(self) -> int:
@@ -169,7 +169,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """Assumes the maximum rank on all linears; on CPUs, adds cached adapters."""
+        """Assumes that each adapter has the maximum rank on all linears. On CPUs, adds cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -179,7 +179,7 @@ class EstimateBuilder:
         return count * num_weights * self._width
 
     def _vision_tower_bytes(self) -> int:
-        """Each rank of the first pipeline stage holds the whole tower."""
+        """Returns the average over pipeline stages. Each rank of the first stage stores the whole tower."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
     def _count_kv_token_bytes(self) -> _KVBytesPerToken:
@@ -280,7 +280,9 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """On a GPU, includes the encoder cache. `width`: bytes per number."""
+    """Returns the bytes of the largest step. On a GPU, adds the CUDA graphs and the encoder cache. `width`: bytes per
+    number.
+    """
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:

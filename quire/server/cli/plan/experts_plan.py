@@ -10,7 +10,7 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """None if the division is possible."""
+    """Returns why the experts cannot be divided among the devices; None if they can."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -27,7 +27,7 @@ class ExpertsPlan:
     """Experts per layer on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
-    """0: all in memory."""
+    """Bytes of the experts stored on disk; 0 if all are in memory."""
     memory_bytes: int = 0
     """Part of disk_bytes that is also kept in memory."""
     token_read_bytes: int = 0
@@ -48,13 +48,15 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Excess of the device with the most experts over an even division."""
+    """Returns how many more weight bytes the device with the most experts has than with an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """Largest number of experts on a device, relative to an even division."""
+    """Returns the number of experts on the device with the most, divided by the number with an even division. 1.0
+    without expert parallelism.
+    """
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

@@ -29,7 +29,7 @@ class ImageCountAndSize:
 
 @dataclass(frozen=True, slots=True)
 class ImagesPlan:
-    """Sums over all images."""
+    """Sums over all images, except `tower_bytes`."""
 
     images: ImageCountAndSize
     tiles: int
@@ -37,7 +37,7 @@ class ImagesPlan:
     feature_bytes: int
     pixel_bytes: int
     tower_bytes: int
-    """0: not loaded."""
+    """Bytes of the vision tower; 0 if it is not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images

@@ -19,7 +19,7 @@ _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
-"""Tokens per block and rank if ranks divide tokens."""
+"""Tokens per block and rank if CPU ranks divide the tokens of a context."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
 """Tokens per block for most attention backends, and for most that use flash-attn."""
 FLASH_BLOCK_SIZES = {
@@ -31,12 +31,12 @@ FLASH_BLOCK_SIZES = {
 MAX_FLASH_HEAD_DIM = 256
 """flash-attn's limit; flash-attn also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Memory besides weights and KV cache, measured on Linux."""
+"""Host memory that an engine uses besides weights and KV cache, measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Numbers are per device."""
+    """Devices that compute a model together. `memory`, `bandwidth` and `flops` are per device."""
 
     name: str
     memory: int
@@ -46,17 +46,17 @@ class Machine:
     flops: float | None = None
     """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """False: bandwidth and flops are the maker's figures."""
+    """If False, `bandwidth` and `flops` are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
-    """CPU kernels compress bfloat16 linears to 12 bits."""
+    """True if the CPU kernels compress bfloat16 linears to 12 bits on this machine."""
     count: int = 1
     stages: int = 1
-    """`count` with pipeline parallelism, otherwise 1."""
+    """Equal to `count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
     """Replicas on this machine. Each has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
-    """None: another machine's, or unknown."""
+    """None if they are unknown, or those of another machine."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
     nodes: int = 1
 
@@ -65,7 +65,7 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if the backend has no kernels for quantized weights."""
+        """True if quantized weights are expanded at loading, because `backend` has no kernels for them on this GPU."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(
@@ -78,9 +78,10 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Returns tokens per block, by attention backend. "auto" means flash-attn if possible, assuming that everything
-        is installed. `is_8_bit` excludes flash-attn, whose larger blocks cannot hold 8-bit KV. `block_size`: used if
-        the backend has it.
+        """Returns the tokens per block of an attention backend. "auto" means flash-attn if the GPU and model permit it,
+        as if everything were installed. `is_8_bit` excludes flash-attn, whose larger blocks cannot store 8-bit KV.
+        `divides_tokens`: ranks divide each context, and a block counts the tokens of all ranks. `block_size` is used if
+        "auto" means flash-attn and some backend has this size.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -96,7 +97,9 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Follows the engine's rule. `step_bytes`: maximum bytes of a step on a GPU."""
+        """Returns the bytes for the KV cache by the engine's rule. `step_bytes`, the maximum of a step, counts only on
+        a GPU.
+        """
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -120,7 +123,9 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """`name`: the table's or the driver's, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
+    """`name` is the table's or the driver's name, such as NVIDIA H100 80GB HBM3. Raises ConfigError, which names
+    similar GPUs.
+    """
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -138,7 +143,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """Returns the first GPU in the table, or this CPU with its free memory."""
+    """Returns the first of this machine's GPUs that is in the table, or else this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
@@ -153,8 +158,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A replica has a GPU per rank or stage. Processes share a CPU machine evenly. Raises ConfigError for unsupported
-    combinations, uneven divisions, and more GPUs than there are.
+    """Each rank or stage of a replica gets a GPU of its own. On CPUs, all processes share the machine evenly. Raises
+    ConfigError for unsupported combinations, uneven divisions, and more GPUs than there are.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"

@@ -29,7 +29,7 @@ def build_plan_request(
 
 
 def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
-    """Raises ModelError, and ConfigError for a useless rope_context."""
+    """Raises ModelError, and ConfigError for a rope_context that the model cannot use."""
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
     uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
     resolve_rope_context(config, sizes.max_position, text, by_transformers=uses_transformers)
@@ -43,14 +43,14 @@ def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """None if it cannot be estimated or num_kv_blocks is given. The model's files must exist."""
+    """Returns None if the number cannot be estimated, or num_kv_blocks sets it. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """Empty if the model should fit or cannot be estimated."""
+    """Returns "" if the model should fit, or this cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""

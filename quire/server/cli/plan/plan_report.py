@@ -198,7 +198,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """In bytes, tokens and seconds."""
+    """Values are in bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -331,7 +331,7 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Empty if Quire serves the model on the machine."""
+    """Returns an empty list if Quire serves the model on the machine."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.gpu and estimate.sizes.gpu_error:
         reasons.append(estimate.sizes.gpu_error)
@@ -356,7 +356,7 @@ _ROUNDING_MIB = 4
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # whole MiB whose sum is right: the difference goes to the largest step or to Quire itself
+    # Whole MiB whose sum is exact: rounding errors are added to the largest step or to Quire's own memory.
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)

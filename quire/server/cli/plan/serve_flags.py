@@ -8,7 +8,7 @@ _DEFAULTS = EngineConfig()
 
 
 def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None, seqs: int) -> tuple[str, ...]:
-    """`context` None: the model's own context. `seqs`: maximum requests."""
+    """If `context` is None, the model's own context length applies. `seqs`: maximum number of concurrent requests."""
     machine = estimate.machine
     config = estimate.config
     parallelism = "pipeline" if machine.stages > 1 else "tensor"
@@ -16,7 +16,7 @@ def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None
     disk = config.kv_disk_gib
     memory = config.weights_in_memory
     draft_json = None if draft is None else draft.speculative_config.model_dump_json(exclude_unset=True)
-    flag_values: tuple[tuple[str, object], ...] = (  # None: left out; "": no value
+    flag_values: tuple[tuple[str, object], ...] = (  # None: the flag is left out; "": it has no value
         ("--max-model-len", context),
         ("--rope-context", config.rope_context),
         (f"--{parallelism}-parallel-size", machine.count if machine.count > 1 else None),

@@ -17,7 +17,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""PCIe 4.0 with 16 lanes, and a disk that reads 1 GB/s."""
+"""Assumed: PCIe 4.0 with 16 lanes, and a disk that reads 1 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class StreamedLayersPlan:
     read_bytes: int = 0
     saved_bytes: int = 0
     problem: str | None = None
-    """Why layers cannot be streamed as requested."""
+    """Why layers cannot be streamed as requested; None if they can."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """Reading limits the speed. Multiply a disk's result by its GB/s."""
+        """The limit that reading layers sets; 0 if no layer is read. For a disk, it assumes 1 GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

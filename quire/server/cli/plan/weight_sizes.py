@@ -25,8 +25,8 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """Returns bytes of all weights as read, and of one device's as stored. `in_8_bits`: the embedding has 8 bits too.
-    `expanded`: see Machine.expands_weights; requires `quantized` None.
+    """Returns the bytes of all weights as they are read, and the bytes that one device stores. `in_8_bits`: the
+    embedding has 8 bits too. `expanded`: see Machine.expands_weights; `quantized` must then be None.
     """
     width = DTYPE_BYTES[dtype]
     weights = (
@@ -46,7 +46,7 @@ def total_and_device_weight_bytes(
         sizes, machine, width, _quantized_embedding_bits(stored, in_8_bits)
     )
     if quantized is None and machine.compresses_weights and dtype == "bfloat16" and not sizes.quantization:
-        # except the embedding table
+        # The embedding table is not compressed.
         on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVING)
     return weights, on_device
 
@@ -63,15 +63,15 @@ def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
-    """None: the embedding is not quantized."""
+    """Returns bits per number; None if the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Returns bytes per device. Both ends of a pipeline hold a tied head, and CPU kernels pack a copy of an unquantized
-    head. `bits`: per number of a quantized embedding.
+    """Returns the bytes per device of a tied head's second copy, or 0. The first and the last stage of a pipeline both
+    store the head, and CPU kernels pack a copy of an unquantized head. `bits`: per number, None if unquantized.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -87,7 +87,9 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """(model dtype, KV dtype), as worker/device_plan.py would choose; KV "auto" means the model's."""
+    """Returns the dtypes of the model and of the KV cache that worker/device_plan.py would choose. "auto" for the KV
+    cache means the model's dtype.
+    """
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

@@ -21,7 +21,7 @@ from quire.server.cli.unknown_flags import parse_flags
 QUANTIZATION_FORMATS = ("int8", "w8a8", "int4", "fp8")
 """w8a8 is an alias of int8."""
 _DEFAULT_STRENGTH = 0.5
-"""SmoothQuant's value for most models."""
+"""The value that SmoothQuant uses for most models."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -88,7 +88,7 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError unless `out` is an empty directory or can be created."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} exists and is not empty")
@@ -99,7 +99,7 @@ def _check_output_folder(out: Path) -> None:
 
 
 def _check_quantizable(path: Path) -> None:
-    """Raises ModelError."""
+    """Raises ModelError if the model is quantized already or its family is not supported."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is already quantized; give the checkpoint from which it was made")
     config = read_model_config(path)

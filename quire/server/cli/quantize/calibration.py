@@ -16,7 +16,9 @@ from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
 MAX_TOTAL_TOKENS = 16_384
-"""More tokens change little, because only each input's maximum counts, and large inputs are large everywhere."""
+"""More tokens would change little, because only the maximum of each input counts, and inputs that are large are large
+everywhere.
+"""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
 
 
@@ -27,7 +29,10 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Reads the beginning of each line of a .jsonl file, or all of another text. Raises ConfigError."""
+    """Returns samples of at most `max_tokens` and MAX_SAMPLE_TOKENS token ids, MAX_TOTAL_TOKENS altogether. Each line
+    of a .jsonl file is a sample, of which only the beginning is used. Any other text is split into samples. Raises
+    ConfigError.
+    """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:

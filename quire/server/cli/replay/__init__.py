@@ -47,7 +47,7 @@ RECEIPT_SETTINGS = (
     "rope_context",
     "tensor_parallel_size",
 )
-"""Settings taken from the first receipt unless given as flags."""
+"""Settings that are taken from the first receipt, unless flags set them."""
 MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
@@ -104,7 +104,9 @@ def escape_unprintable(text: str) -> str:
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Raises errors of the engine's start, InvalidRequest for unreadable adapters and images, and EngineError."""
+    """Yields one verdict per receipt, in order. Raises errors of the engine's start, InvalidRequest for unreadable
+    adapters and images, and EngineError.
+    """
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -155,12 +157,14 @@ async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client
 
 
 def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
-    """Callers may give several answers the same id."""
+    """Makes ids unique, because callers may give several answers the same id."""
     return msgspec.structs.replace(receipt, id=f"{receipt.id} ({where})")
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """Read JSON lines, stream events, or a whole file with one receipt. Raises ConfigError."""
+    """Yields receipts from JSON lines, from the events of a stream, or from a file that is one indented receipt. Raises
+    ConfigError.
+    """
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -177,7 +181,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Raises ConfigError."""
+    """Returns the first readable receipt. Raises ConfigError if there is none."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
@@ -188,7 +192,9 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Takes the receipt's settings unless flags set them. Raises ConfigError if the receipt's model cannot be found."""
+    """Uses the receipt's model and settings unless flags set them. Raises ConfigError if the receipt's model cannot be
+    found.
+    """
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
@@ -205,7 +211,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """Keys are hexadecimal digests. Raises ConfigError and InvalidRequest."""
+    """Returns tiles of the images, keyed by hexadecimal digest. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

@@ -63,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """True if refused for a reason other than lack of capacity or time."""
+    """True if the request was refused for a reason other than lack of capacity or time, so that a retry would fail too."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -84,9 +84,10 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Returns answered and permanently refused custom_ids. Removes an incomplete last line and failures of `requested`
-    ids; permanent failures only with `retry_refused`. Raises ConfigError, and changes nothing, if the file is not an
-    output of this command.
+    """Returns the custom_ids that were answered, and those that were permanently refused. Removes an incomplete last
+    line, and failures of `requested` ids, so that they are tried again. Permanent failures are removed, and not
+    returned, only if `retry_refused`. If the file is not an output of this command, raises ConfigError and changes
+    nothing.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -118,7 +119,7 @@ def trim_output_and_read_finished_ids(
 
 
 class ResultFile:
-    """Unbuffered, so that closing cannot fail. `-` is stdout."""
+    """Writes unbuffered, so that closing cannot fail. The path `-` means stdout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,7 +127,7 @@ class ResultFile:
         self.close = self._file.close
 
     def write_all(self, remaining: bytes) -> None:
-        """Raises ConfigError if the disk is full; --resume removes an incomplete line."""
+        """Raises ConfigError if writing fails, as on a full disk. A later --resume removes the incomplete line."""
         try:
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
@@ -299,7 +300,9 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Raises ConfigError at the start if the output is not writable, or has results without --resume."""
+    """Returns the requested ids that the output has answers of, and those that were permanently refused. Raises
+    ConfigError if the output is not writable, or has results without --resume.
+    """
     output: Path = args.output
     if str(output) == "-":
         return set(), set()

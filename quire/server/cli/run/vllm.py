@@ -15,7 +15,9 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""Flags without effect; results are appended as they finish. Values are a flag's number of arguments."""
+"""Flags of vLLM without effect here. Results need no temporary folder, because they are appended as they finish. Values
+are the number of a flag's arguments.
+"""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
@@ -24,7 +26,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def translate_arguments(argv: Sequence[str]) -> list[str]:
-    """Raises ConfigError for remote files."""
+    """Translates arguments of `vllm run-batch` to those of `quire run`. Raises ConfigError for remote files."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
