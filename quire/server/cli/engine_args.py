@@ -23,7 +23,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Adds a flag for each field of EngineConfig. `LLM(**vars(parser.parse_args()))` accepts their values as text."""
+        """Adds a flag per field of EngineConfig. `LLM(**vars(parser.parse_args()))` accepts their values as text."""
         add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 

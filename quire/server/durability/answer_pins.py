@@ -16,23 +16,24 @@ class ResumedCall:
     call: JournaledCall
     seen_events: Sequence[int]
     attempt: int
-    """Unique; 0 for a background response read from the store."""
+    """Unique number of this attempt; 0 for a background response that is read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeIdentity:
     fingerprint: str
     deterministic: bool
-    """Tokens depend only on their request."""
+    """True if tokens do not depend on other requests."""
     weights_fingerprint: str
-    """An answer cannot continue with other weights."""
+    """An answer can continue only with equal weights."""
 
 
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """Returns a resumed answer's journaled identity, or `fresh` with a seed for recomputation. `is_journaled`: tokens
-    are reproducible or all logged.
+    """Returns the journaled identity if the answer is resumed. Otherwise returns `fresh`; unless the request is a beam
+    search or `is_journaled` is False, with a seed, so that the answer can be recomputed. `is_journaled`: tokens are
+    reproducible, or all are logged.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -69,7 +70,7 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """The format must not change, even if our names do, because the journal has digests of it."""
+    """The format must not change, even if names in the code do, because the journal contains digests of it."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
@@ -80,8 +81,8 @@ def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """Returns True if kernels or weights have changed since the start, or are not deterministic. The call then
-    continues after its journaled tokens.
+    """Returns True if kernels or weights have changed since the call began, or if kernels are not deterministic. The
+    call then continues after its journaled tokens.
     """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 

@@ -19,9 +19,9 @@ AnswerKey = tuple[str, str]
 MAX_ABANDONED = 16
 _EVENT_WAIT_SECONDS = 1.0
 _KEEP_EVENTS_SECONDS = 10.0
-"""Seconds for which other processes can read an ended answer's events."""
+"""After an answer has ended, other processes can read its events for this many seconds."""
 _TAKEOVER_SECONDS = 5.0
-"""Seconds for which followers wait for another process to take over."""
+"""If the process that runs an answer ends, its readers wait this many seconds for another process to continue it."""
 _POLL_SECONDS = 0.25
 
 
@@ -34,7 +34,7 @@ class RunningAnswer:
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
     can_restart: bool = False
-    """The answer may be computed later, so readers get no error event."""
+    """True if the answer may be computed later after a failure. Its readers then get no error event."""
     task: asyncio.Task[None] | None = None
 
     def add_events(self, events: bytes) -> None:
@@ -80,7 +80,7 @@ class Background:
         self.is_closing = False
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """Returns the response as JSON; None if no process runs it."""
+        """Returns the unfinished response as JSON; None if no process runs it."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -97,7 +97,7 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """Yields events after number `after`. Returns None if no process runs the answer."""
+        """Returns the events after number `after`; None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -107,7 +107,9 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """Continues on another process with the same events if process `holder` ends."""
+        """Yields events of process `holder`. If it ends, yields the same events from the process that takes over the
+        answer.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -179,7 +181,9 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Closes after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
+        """Closes the answer after `seconds`. Closes it at once if its owner already has MAX_ABANDONED answers without a
+        reader, or if the server is stopping.
+        """
         owner = key[0]
         if running.has_ended or running.task is None:
             return
@@ -208,7 +212,9 @@ class Background:
     # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Returns the number of events after number `after`, whether the answer has ended, and the events' bytes."""
+        """Waits up to _EVENT_WAIT_SECONDS for new events. Returns the number of events after number `after`, whether
+        the answer has ended, and the events' bytes. Returns None if this process does not have the events.
+        """
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -22,14 +22,14 @@ from quire.server.store.sweeper import EXPIRY_PAUSE_SECONDS, ResponseRetention, 
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """Each process sends it after the process that owns the data was replaced."""
+    """After the process that owns the data was replaced, each process sends this to the new owner."""
 
     calls: Sequence[tuple[str, str]] = ()
     leads: bool = False
 
 
 class Processes:
-    """The processes that share the data. Thread-safe; in memory only."""
+    """The processes that share the data. Thread-safe. Not stored on disk."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Processes:
         self._ended_counts: Counter[str] = Counter()
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
-        """Makes the first process that calls this the leader until it ends."""
+        """Records the process's counts. The first process that calls this is the leader until it ends."""
         with self._mutex:
             self._live_processes.setdefault(process)
             self._counts_by_process[process] = counts
@@ -59,7 +59,9 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """Adds a process that was connected to an earlier owner of the data."""
+        """Adds a process that was connected to an earlier owner of the data. If it was the leader, it remains the
+        leader.
+        """
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -75,7 +77,7 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Returns True if more is due. Only one process may sweep at a time."""
+        """Returns True if more data is due. While another call sweeps, does nothing and returns False."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
@@ -106,8 +108,8 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes` bounds objects, files and calls separately. `live_processes` already share the data.
-    `retention_seconds` 0 means unlimited. Raises ConfigError.
+    """`max_bytes` bounds objects, files and calls separately. `live_processes` still run, and shared the data with an
+    earlier owner. `retention_seconds` is the maximum age of responses; 0 means unlimited. Raises ConfigError.
     """
     database = Database(folder, connect)
     try:

@@ -110,7 +110,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Fai
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
-    """Runs slow methods in separate threads, so that short ones need not wait."""
+    """Runs slow methods in the owner executor's threads, so that short methods need not wait for them."""
     is_slow = encoded_request.startswith(_SLOW_REQUEST_STARTS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
@@ -160,7 +160,7 @@ class _RPCProxy:
 
 
 def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
-    """The methods wait for the owner's disk, so call them in threads."""
+    """The returned object's methods wait for the owner's disk, so call them in threads."""
 
     def remote_store(store_class: type) -> Any:
         return _RPCProxy(store_class, send_request)

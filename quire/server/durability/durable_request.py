@@ -72,7 +72,9 @@ class DurableRequest(ABC):
 
     @property
     def is_restart(self) -> bool:
-        """True if this process repeats an answer that nobody reads."""
+        """True if the request resumes a journaled call. If the call is a background response, nobody reads the repeated
+        answer.
+        """
         return False
 
     @property
@@ -80,14 +82,16 @@ class DurableRequest(ABC):
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
-        """Keep the decompressed body. Raises the errors of MemoryLease.grow_lease."""
+        """Keep the decompressed body for the journal. Raises the errors of MemoryLease.grow_lease."""
 
     @abstractmethod
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         """Return `fresh`, or a resumed answer's journaled identity. Raises HTTPException and InvalidRequest."""
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
-        """Raises InvalidRequest."""
+        """Returns for how long the stream continues without its reader, as the header asks; 0 without the header.
+        Raises InvalidRequest if the header is invalid or the stream cannot be resumed.
+        """
         if (header_value := self._request.headers.get(KEEP_ALIVE_HEADER)) is None:
             return 0.0
         seconds = parse_stream_grace_header(header_value, self._stream_grace)
@@ -102,7 +106,7 @@ class DurableRequest(ABC):
         return client.submit(requests, resolved.answer_id)
 
     async def persist(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Call before the first event is sent. Closes `running` on failure."""
+        """Journals the answer. Call this before the first event is sent. Closes `running` before it raises an error."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
         """Returns a writer whose events have ids from which a client can resume. The base class returns `writer`."""
@@ -118,22 +122,24 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """Returns events that continue for `seconds` after their reader leaves, and a function to call at that
-        moment.
+        """Returns events that continue for `seconds` after their reader has left, and a function that the caller must
+        call when the reader leaves.
         """
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Call when the response is stored without its end."""
+        """Call this when the response has been stored before its end."""
 
     async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Call when the response is stored with its end. Its Idempotency-Key stays known."""
+        """Call this when the response has been stored with its end. Its Idempotency-Key stays known."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Raises HTTPException while another request computes the answer."""
 
     async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Frees the Idempotency-Key. Call if the answer failed before any of it was sent."""
+        """Frees the Idempotency-Key, so that the request can be repeated. Call this if the answer failed before any of
+        it was sent.
+        """
 
     def take_over_error(self) -> HTTPException | None:
         return still_answering_error() if self.has_idempotency_key else None

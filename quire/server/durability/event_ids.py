@@ -48,15 +48,15 @@ class EventIdWriter(AnswerWriter):
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """Counts by kind. The current kind's count is in `_kind_count`, because a list touches more memory per
-        token.
+        """Counts of sent events by kind. The count of the current kind is in `_kind_count`, because a list would touch
+        more memory per token.
         """
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
         self._event_template = b""
         self._text_event_template: bytes | None = None
-        """Bytes format that takes a count and a text's JSON. Used for a single choice; None while the reader is
-        ahead.
+        """Bytes format that takes a count and a text as JSON. Used only for a single choice. None while the reader has
+        already seen events that are not sent again.
         """
         self._switch_event_kind(0)
 
@@ -127,7 +127,7 @@ class EventIdWriter(AnswerWriter):
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
     def _switch_event_kind(self, kind: int) -> None:
-        """While a choice has sent fewer events than its reader has seen, ids contain the reader's counts."""
+        """For kinds of which the reader has seen more events than were sent, ids contain the seen count."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind
         self._kind_count = self._sent_counts[kind]

@@ -28,13 +28,13 @@ _IS_UNFINISHED_RESPONSE = (
 )
 _BEFORE_FIRST = (float("-inf"), "")
 _EVICTION_STEPS = 2
-"""Maximum eviction steps for which a new call's first token waits."""
+"""A new call's first token waits for at most this many eviction steps, unless HARD_LIMIT_RATIO would be exceeded."""
 _UPDATES_PER_TRANSACTION = 16
 CLAIM_SECONDS = 30.0
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """What an answer depends on besides its request."""
+    """The values on which an answer depends besides its request."""
 
     id: str
     name: str
@@ -50,7 +50,7 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     model: str = ""
     """Set if the server has several models; empty in older journals."""
     before: tuple[str, ...] = ()
-    """Other fingerprints of what computed the first tokens."""
+    """Fingerprints of other weights or kernels that computed the first tokens."""
     given: str = ""
     """Digest of weights and prompts, needed to resume; empty in old journals."""
     cache_diagnosis: CacheDiagnosis | None = None
@@ -73,7 +73,7 @@ class ProgressUpdate(NamedTuple):
     id: str
     progress: CallProgress
     expires_at: float
-    """Unix seconds."""
+    """Unix seconds at which the call may be deleted."""
     is_complete: bool
 
 
@@ -86,13 +86,14 @@ class _AttemptClaim(NamedTuple):
 
 class Calls:
     """Thread-safe. Methods are single transactions, unless they make room.
+
     Expired calls are deleted, except while they are answered or their response is unfinished, because the machine may
-    have been off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry, those being
-    answered last.
+    have been off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry: first those
+    that are complete, then unfinished responses, then calls that are being answered.
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """`live_processes` still use their token logs."""
+        """`live_processes` still write their token logs. The tokens of other logs are recovered."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
@@ -113,8 +114,8 @@ class Calls:
         return self._sizes.total_bytes()
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
-        """From now on, `process` answers the call, even if the write fails. `expires_at` is in Unix seconds. Returns
-        False if another call has its key.
+        """From now on, `process` counts as answering the call, even if the write fails. `expires_at` is in Unix
+        seconds. Returns False, and stores nothing, if another call has the same key.
         """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
@@ -201,7 +202,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """If `include_keyed` is False, calls with an Idempotency-Key stay."""
+        """If `include_keyed` is False, a call with an Idempotency-Key stays."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -230,8 +231,8 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Skips calls that another process took over together with their tokens. Tokens of an unreadable log are
-        recomputed.
+        """Moves the tokens of an ended process's log to the journal. Skips calls that another process has taken over
+        with their tokens. Tokens of an unreadable log are recomputed.
         """
         try:
             for (owner, id), tokens in groupby(
@@ -281,8 +282,9 @@ class Calls:
 
 
 class _CallEviction:
-    """Evicts the largest owner's calls in order of expiry; then also unfinished responses, then also calls being
-    answered. Each step continues where the last one stopped.
+    """Evicts the largest owner's calls in order of expiry, in up to three passes: the first spares unfinished responses
+    and calls being answered, the second only the latter, the third none. Each step continues where the last one
+    stopped.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class PeerLink(Protocol):
 
 class Peers:
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
-        """`link` is None if there are no other processes, `calls` if nothing is stored."""
+        """`link` is None if there are no other processes, and `calls` is None if there is no data directory."""
         self._link = link
         self._calls = calls
 
@@ -45,7 +45,7 @@ class Peers:
         return self._link is None
 
     async def find_answering_process(self, owner: str, id: str) -> str | None:
-        """Returns None if no other process answers the call."""
+        """Returns None if this process or none answers the call."""
         if self._link is None or self._calls is None:
             return None
         process = await asyncio.to_thread(self._calls.answering_process, owner, id)
@@ -68,8 +68,8 @@ RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop]
 def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
-    """Returns a function for threads, which raises StoreUnreachable. `from_thread` runs a coroutine on the
-    event loop.
+    """Returns a function that calls the data's owner and waits for the result. Call it in threads. It raises
+    StoreUnreachable if the owner does not answer. `from_thread` runs a coroutine on the event loop.
     """
     loop = asyncio.get_running_loop()
 
@@ -83,7 +83,7 @@ def make_blocking_data_dir_call(
     def ask_from_thread(body: bytes) -> bytes:
         try:
             return from_thread(ask_hub(body), loop).result()
-        except CancelledError:  # the answer may be on its way
+        except CancelledError:  # the owner may have done the call
             raise StoreUnreachable("this process ended before it got an answer") from None
 
     return ask_from_thread

@@ -1,5 +1,5 @@
-"""Data that outlives the process (--data-dir). One of several API processes leads: it runs batches, and resumes the
-work of ended processes.
+"""Data that outlives the process (--data-dir). If there are several API processes, one of them leads: it runs batches,
+and resumes the work of processes that have ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
 """Pause between sweeps while more is due, so that others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
-"""A single process polls only to check whether the disk can be written."""
+"""Seconds between polls of a single process, which only checks whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class Persistence:
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Restarts a background response whose engine is gone or whose model was unloaded. If this process ends first,
-        another restarts it.
+        """Schedules the restart of a background response whose engine has ended or whose model was unloaded. If this
+        process ends first, another process restarts it.
         """
         self.unfinished_responses.add((owner, id))
 
@@ -85,8 +85,8 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """Returns None without data_dir. `link` leads to the process that owns the data. `connect`: see Database. Raises
-    ConfigError.
+    """Returns None without data_dir. `link` leads to the process that owns the data; None: this process owns it.
+    `connect`: see Database. Raises ConfigError.
     """
     if config.data_dir is None:
         return None
@@ -107,8 +107,8 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients`: see BatchRunner. At the end, batches and streams stop where they are, and the next process continues
-    them.
+    """`clients` returns the engine clients of the loaded models. At the end, batches and streams stop where they are,
+    and the next process continues them.
     """
     batches = BatchRunner(app, data.batches, data.files, data.contents, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
@@ -136,7 +136,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
     """Resumes earlier processes' batches and background responses. The application must already answer requests. If
-    there are several processes, the leader repeats this.
+    there are several processes, the leader looks for such work repeatedly.
     """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
 

@@ -14,13 +14,13 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallProgress(msgspec.Struct):
-    """Lists are by choice. Only the event loop may change lists that grow."""
+    """Each list has an entry per choice. Lists that grow may be changed only by the event loop."""
 
     ids: list[list[int]] = []
     cached: list[int] = []
 
     ends: list[ChoiceFinish | None] = []
-    """None: unfinished. The list is empty in older journals and with logprobs."""
+    """None for an unfinished choice. The list is empty in older journals and for beam searches."""
 
     @property
     def num_tokens(self) -> int:
@@ -30,7 +30,9 @@ class CallProgress(msgspec.Struct):
         return CallProgress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
 
     def merge_tokens(self, choice: int, position: int, ids: Sequence[int], finish: ChoiceFinish | None) -> None:
-        """Skips known tokens. Drops tokens after a gap."""
+        """`position`: index of the first of `ids` among the choice's tokens. Skips known tokens. Drops all tokens if
+        earlier ones are missing.
+        """
         if choice < len(self.ids) and position <= (num_known := len(self.ids[choice])):
             self.ids[choice] += ids[num_known - position :]
             if finish is not None and choice < len(self.ends) and len(self.ids[choice]) == position + len(ids):

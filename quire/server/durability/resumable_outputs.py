@@ -18,10 +18,10 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number`: the first choice's number. `position`: in tokens of the choice."""
+        """`number` belongs to the call's first choice. `position` is the number of earlier tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """`rows`: choice number, position and token id of each token."""
+        """`rows` has three numbers per token: choice number, position and token id."""
 
 
 class ResumableOutputs(WrappedOutputs):
@@ -64,7 +64,7 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """Returns one output per token."""
+        """Returns one output per token; if the choice ended without a token, also an output without tokens."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -83,7 +83,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Counts earlier tokens as computed by the current weights."""
+        """Counts the tokens of earlier attempts as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -122,7 +122,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Journals each choice's tokens after its first `known_counts`."""
+        """Journals the tokens of each choice that follow its first `known_counts` tokens."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -146,8 +146,8 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """Returns what need not be recomputed: no tokens with `needs_logprobs`, because the journal has no log
-    probabilities.
+    """Returns the part of `earlier` that need not be recomputed. With `needs_logprobs` it has no tokens, because the
+    journal has no log probabilities.
     """
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)

@@ -21,20 +21,21 @@ from quire.server.durability.progress import ChoiceFinish
 LOG_FILE_PREFIX = "tail-"
 """Beginning of a log file's name in --data-dir. The process's name follows."""
 HALF_BYTES = 1 << 21
-"""While one half is written, the journal takes over the other half's tokens."""
+"""Size of each of the log's two halves. While one half is written, the journal takes over the tokens of the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""A half's position has bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has the
-whole half. One 64-bit store writes it, so a kill leaves the old or the new value.
+"""A half's position has the number of written bytes in its low bits, and the half's generation (from 1) in its high
+bits. It is 0 if the journal has the whole half. It is written by one 64-bit store, so a kill leaves the old or the new
+value.
 """
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
-"""Length and checksum."""
+"""Length and checksum of a record."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""Earlier versions wrote 0 as length, a checksum, and the fields of _LegacyTokenRecord."""
+"""Record of earlier versions: 0 instead of a length, a checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
-"""XORed into the checksum, so that zeros do not pass."""
+"""XORed into the checksum of such records, so that a record of zeros is invalid."""
 _NUMBER_TYPECODE = "I"
 
 
@@ -75,12 +76,12 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 class WriteAheadLog:
     def __init__(self, folder: Path, process: str) -> None:
-        """Raises OSError if disk space or boot id is missing."""
+        """Raises OSError if there is too little disk space, or no boot id."""
         boot = _read_boot_id()
         self._path = folder / f"{LOG_FILE_PREFIX}{process}"
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # without this, a write to a full disk would kill the process
+            # Without this, a write to the mapped file on a full disk would kill the process.
             os.posix_fallocate(file, 0, _HEADER_BYTES + 2 * HALF_BYTES)
             self._memory = mmap.mmap(file, _HEADER_BYTES + 2 * HALF_BYTES)
         finally:
@@ -94,7 +95,7 @@ class WriteAheadLog:
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Returns the first choice's number; the other choices' numbers follow."""
+        """Returns the number of the first choice. The other choices have the next numbers."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -103,7 +104,7 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Call before tokens are sent. Drops tokens if there is no space."""
+        """Call this before the tokens are sent. Drops the tokens if the half has no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
@@ -111,8 +112,8 @@ class WriteAheadLog:
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """Returns True if the caller must journal all earlier tokens, then call `discard_other_half`. `open_calls`:
-        (number, owner, id, num_choices).
+        """Switches halves if the current one is more than half full. Returns True if the caller must journal all
+        earlier tokens, then call `discard_other_half`. `open_calls`: (number, owner, id, num_choices).
         """
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True
@@ -149,7 +150,7 @@ class WriteAheadLog:
 
 
 def _checksum(record: bytes) -> int:
-    """The checksum of unwritten records, which are zeros, is not 0."""
+    """The checksum of zeros is not 0, so unwritten space contains no valid record."""
     return crc32(record, 1)
 
 
@@ -159,8 +160,8 @@ def _read_boot_id() -> bytes:
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """Yields tokens in order, up to the first broken or unknown record. Also reads earlier versions' half sizes and
-    single-token records. Raises OSError.
+    """Yields tokens in order, up to the first broken or unknown record; none if the machine has been rebooted since.
+    Also reads earlier versions' half sizes and single-token records. Raises OSError.
     """
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
@@ -230,7 +231,7 @@ class _LoggedCalls:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """Skips tokens of unknown calls."""
+        """Skips tokens of calls without a CallRecord."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

@@ -24,17 +24,17 @@ log = logging.getLogger("quire.server")
 MAX_HEAD_BYTES = 64 * 1024
 """Limit for each of these: request line with headers, a chunk's line with extensions, trailers."""
 MAX_HEADERS = 256
-"""Limit including trailers, because each lookup scans all headers."""
+"""Limit of headers and trailers together, because each lookup scans all headers."""
 MAX_FRAMING_BYTES = 1 << 20
 """Limit for head, chunk lines and trailers together."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
 """This many body bytes allow one more framing byte, so that chunks of at least 24 bytes are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Reading pauses while requests wait, but one read could bring thousands."""
+"""Limit of waiting requests. Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
-"""Bytes that must arrive per read timeout."""
+"""Bytes of a body that must arrive within each read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
-"""Below --root-path. On other paths a WebSocket's handshake is an ordinary GET."""
+"""Path of WebSockets, below --root-path. On other paths, a WebSocket's handshake is treated as an ordinary GET."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
 _TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
 _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
@@ -47,7 +47,7 @@ class ConnectionTimeouts:
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """Its `slow_readers` counts clients beyond the write timeout."""
+    """Its `slow_readers` counts clients that were disconnected after the write timeout."""
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
         return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
@@ -59,8 +59,8 @@ class ConnectionTimeouts:
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the Upgrade header, except for WebSockets, by parsing the head again without it. Java's client and `curl
-    --http2` always send it. The base class would take the body for another protocol.
+    """Ignores the header Upgrade, except for WebSockets, by parsing the head again without the header. Java's client
+    and `curl --http2` always send it. The base class would take the body for another protocol.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -77,7 +77,7 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
                 if parser.get_method() == b"CONNECT" or self._connection.is_websocket_handshake:
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
-                # this parser would ignore data after a head with `Connection: close`
+                # The second parser is new, because this one would ignore data after a head with `Connection: close`.
                 parser = self._connection.parser = UpgradeIgnoringParser(self._connection)
 
 
@@ -129,7 +129,7 @@ class HttpConnection(HttpToolsProtocol):
         self._received_bytes = 0
         """Bytes of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Excludes bytes received with the previous request's end."""
+        """Excludes bytes that arrived together with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
         """Bytes received since the last body byte."""
@@ -139,7 +139,7 @@ class HttpConnection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request being answered, or the last answered. `cycle` is the last received."""
+        """The request that is being answered, or the last one that was. `cycle` is the last one received."""
         self._is_refused = False
         """If True, nothing more is read, and the refusal follows the answers to earlier requests."""
 
@@ -235,7 +235,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_websocket_handshake(self) -> bool:
-        """False while an earlier request is answered."""
+        """True for a handshake on WEBSOCKET_PATH, but not while an earlier request is answered."""
         can_upgrade = self._should_upgrade() and not (self.pipeline or self._is_answering)
         path = self.url.partition(b"?")[0]
         return (
@@ -296,7 +296,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not arrive within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """Raises ValueError, upon which uvicorn calls send_400_response."""
+        """Raises ValueError, which makes uvicorn call send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 
@@ -305,7 +305,9 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Waits for answers to earlier requests. Sends nothing if a response has begun."""
+        """Sends `_refusal`, whatever its status, and closes the connection. Waits for answers to earlier requests.
+        Sends nothing if a response to this request has begun.
+        """
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -328,7 +330,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
-        """Works even if later requests have arrived."""
+        """Tells the request that is being answered, even if later requests have arrived."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()
@@ -345,7 +347,7 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
-        """Tokens gather in the OutputStream until `resume_writing`."""
+        """Until `resume_writing`, tokens gather in the OutputStream."""
         super().pause_writing()
         self.transport.writable = False
         self._write_timer = self._limits.start_write_timer(self.loop, self.transport)
@@ -367,7 +369,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.release_references()
         super().connection_lost(exc)
         self._notify_disconnect()
-        # Frees the connection without garbage collection, which is rare.
+        # Without references in a cycle, the connection is freed without garbage collection, which is rare.
         self.pipeline.clear()
         self._running_cycle = None
         self.cycle = None  # type: ignore[assignment]

@@ -18,7 +18,9 @@ from quire.server.config import ServerConfig
 log = logging.getLogger("quire.server.cli.serve")
 UNIX_SOCKET_MODE = 0o666
 _MAX_LOCK_TRIES = 100
-"""A try fails if an ending server removes the file before it is locked, or if the file system has no stable inodes."""
+"""A try fails if an ending server removes the lock file before it is locked, or if the file system has no stable
+inodes.
+"""
 UNPROTECTED_WARNING = (
     "anyone who can reach %s may use this server, read and delete its stored data, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
@@ -27,7 +29,7 @@ UNPROTECTED_WARNING = (
 
 @contextmanager
 def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
-    """Removes a Unix socket's file at the end. Raises ConfigError."""
+    """Removes a Unix socket's file at the end of the block. Raises ConfigError."""
     with nullcontext() if config.uds is None else _locked(config.uds), bind_or_explain(config) as listener:
         bound_file = None if config.uds is None else _file_identity(config.uds)
         try:
@@ -38,7 +40,7 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """Reports a taken address and an invalid model in one error."""
+    """Raises ConfigError if the address cannot be used. If the model is invalid too, the error reports both."""
     try:
         if config.uds is None:
             return bind_tcp_socket(config.host, config.port)
@@ -86,8 +88,8 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the file `path`.lock, because a server that still loads its model does not listen yet. Raises ConfigError
-    if another server has the lock.
+    """Locks the file `path`.lock during the block, because a server that still loads its model does not listen yet.
+    Raises ConfigError if another server has the lock.
     """
     lock_path = path.with_name(f"{path.name}.lock")
     try:
@@ -109,8 +111,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock_file_or_none(path: Path) -> int | None:
-    """Returns a descriptor; None if the locked file is no longer at `path`, where a third server could lock a
-    new file.
+    """Returns the locked file's descriptor. Returns None if this file is no longer at `path`, where another server
+    could create and lock a new one. Raises OSError.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
@@ -128,7 +130,9 @@ def _lock_file_or_none(path: Path) -> int | None:
 
 
 def _remove_stale_socket(path: Path) -> int:
-    """Returns permissions for the new file. Raises ConfigError if the path is no socket or a server listens on it."""
+    """Removes an ended server's socket file. Returns permissions for the new file. Raises ConfigError if `path` is not
+    a socket or a server listens on it.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -145,7 +149,7 @@ def _remove_stale_socket(path: Path) -> int:
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """None if there is no file."""
+    """Returns device and inode; None if there is no file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

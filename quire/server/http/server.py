@@ -66,7 +66,9 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuses new generations with 503. Open generations fail after --shutdown-timeout."""
+        """Answers new generations with 503. Generations that are open after --shutdown-timeout fail. Then the server
+        stops.
+        """
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -80,7 +82,9 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Without it, closing the event loop would cancel a dead engine's requests, each with a traceback."""
+        """Waits for a dead engine's requests. Otherwise closing the event loop would cancel them, each with a
+        traceback.
+        """
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -95,7 +99,7 @@ def _is_runtime_busy(runtime: ModelRuntime) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError."""
+    """Returns None for plain HTTP. Raises ConfigError."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -122,6 +126,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """Checked here, because OpenSSL only reports "PEM lib"."""
+    """True if the file has a certificate but no private key. OpenSSL would only report "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

@@ -20,7 +20,7 @@ MORE_PIECES_KEY = "quire.more_pieces"
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
 """Scope key of an asyncio.Event. It is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024
-"""Bytes parsed at a time: at most 2,700 frames."""
+"""Bytes that are parsed before other connections get their turn. They contain at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many pieces wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
@@ -85,7 +85,9 @@ class WebSocketConnection(WSProtocol):
         return message  # type: ignore[return-value]
 
     def _parse(self) -> None:
-        """Parses in parts, with other connections in between, because thousands of small frames take a second."""
+        """Parses _FEED_BYTES at a time, with other connections in between, because thousands of small frames take a
+        second.
+        """
         self._parses_soon = False
         if self.transport.is_closing():
             return self._unparsed.clear()

@@ -15,10 +15,10 @@ from quire.engine.common import clock
 log = logging.getLogger("quire.server")
 
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Buffers above this size are written at once, so that backpressure shows."""
+"""Buffers above this size are written at once, so that the transport can pause writing."""
 
 LINGER_SECONDS = 10.0
-"""Seconds in which a client that still sends can read its refusal."""
+"""How long a connection stays open after a refusal, so that a client that still sends can read it."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
 
 
@@ -71,7 +71,7 @@ class BatchingTransport(asyncio.Transport):
         """True while input is dropped and nothing more is written."""
         self.writable = True
         self.last_chunk_time = 0.0
-        """time.monotonic()."""
+        """time.monotonic() of the last `write_chunk`."""
 
     def write_chunk(self, chunk: bytes) -> None:
         """Skips the checks of ASGI's `send`, which take as long as making the chunk. The body must have begun; the
@@ -100,8 +100,8 @@ class BatchingTransport(asyncio.Transport):
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Keeps reading while the client sends: otherwise the system resets the connection, and the answer is lost (RFC
-        9112, 9.6).
+        """While the client sends, keeps reading for up to LINGER_SECONDS. Otherwise the system would reset the
+        connection, and the answer would be lost (RFC 9112, 9.6).
         """
         self.flush_buffer()
         if self.is_closing() or not self._is_client_sending():
@@ -122,7 +122,7 @@ class BatchingTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """`protocol` takes over the connection."""
+        """Makes `protocol` the connection's protocol, and returns the inner transport."""
         self.flush_buffer()
         self.release_references()
         self._transport.set_protocol(protocol)

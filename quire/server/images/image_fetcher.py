@@ -28,7 +28,7 @@ MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
 _NUM_LOOKUP_THREADS = 4
 _CONNECT_TIMEOUT = 3.0
-"""Limit per address of a host, except for the last."""
+"""Seconds to connect to an address of a host. For the last address, the request's own timeout applies."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -39,7 +39,7 @@ LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
 
 
 class ForbiddenAddress(Exception):
-    """None of a host's addresses is allowed."""
+    """A host has an address that is not allowed, or no address."""
 
 
 def is_public_address(address: str) -> bool:
@@ -54,7 +54,7 @@ def is_public_address(address: str) -> bool:
 
 
 class GuardedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects only to allowed addresses, whatever a name resolves to."""
+    """Connects to a host only if all its addresses are allowed when it connects."""
 
     def __init__(self, may_reach: Callable[[str], bool], lookups: Executor, look_up: LookUpHost) -> None:
         self._may_reach = may_reach
@@ -92,7 +92,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
 
 @dataclass(slots=True)
 class _ByteBudget:
-    """Counts pieces on arrival, because hosts may send more than they announce."""
+    """Counts the bytes of all a request's images as they arrive, because hosts may send more than they announce."""
 
     charge_bytes: Callable[[int], None]
     bytes_left: int
@@ -123,8 +123,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls` maps each URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest
-        and the errors of `charge_bytes`.
+        """`urls` maps each URL to the request's field that contains it, which errors name. `charge_bytes` is called
+        with each piece's size. Raises InvalidRequest and the errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
@@ -187,7 +187,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Returns the content, or None and the redirect's URL."""
+        """Returns the content and `url`, or None and the URL of the redirect."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:

@@ -17,7 +17,7 @@ FETCHING_DISABLED = (
 
 
 class UnfetchedImagesError(QuireError):
-    """The request is resolved again once the images are fetched."""
+    """Images must be fetched first. The request is then resolved again."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -29,7 +29,9 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Returns images in message order. Raises InvalidRequest, which names the field, and UnfetchedImagesError."""
+    """Returns images in message order. Raises InvalidRequest, which names the field, and UnfetchedImagesError if images
+    have http URLs that are not fetched yet.
+    """
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.multimodal_prompt_builder is None:

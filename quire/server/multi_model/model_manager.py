@@ -70,7 +70,7 @@ class ManagedModel:
 
     @property
     def awake_memory_bytes(self) -> int:
-        """Estimated from the files until the engine reports it."""
+        """Estimated from the checkpoint's files until the engine reports it."""
         config = self.entry.config
         engines = config.data_parallel_size
         if self.runtime is not None:
@@ -126,7 +126,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Loads the first model. Raises the errors of its start, with its name."""
+        """Loads the first model. Raises the errors of the model's start, with the model's name in the message."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -144,7 +144,9 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """If models share memory, keeps `member` awake only in time slices."""
+        """Counts an open request of `member` during the block, so that it is woken and kept awake. If the memory limit
+        does not suffice for all requested models, they are awake in turns.
+        """
         member.num_open += 1
         member.last_used_at = clock.monotonic()
         self._change_event.set()
@@ -156,7 +158,9 @@ class ModelManager:
             self._change_event.set()
 
     async def wait_until_loaded(self, member: ManagedModel) -> ModelRuntime:
-        """Call inside `keep_awake`. Raises ModelNotLoadable or Overloaded."""
+        """Call this inside `keep_awake`. Raises ModelNotLoadable if the model is invalid, Overloaded if its start fails
+        otherwise.
+        """
         while member.runtime is None:
             if member.failure is not None and clock.monotonic() - member.failed_at < _RETRY_SECONDS:
                 error_class = ModelNotLoadable if isinstance(member.failure, ModelError) else Overloaded
@@ -188,8 +192,8 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """Closes dead models. Then wakes or loads the longest-waiting model, or, if none waits, puts idle models to
-        sleep.
+        """Closes models whose engine has ended for good. Then wakes or loads the model that has waited longest. If no
+        model waits, puts idle models to sleep.
         """
         now = clock.monotonic()
         for member in self.managed_models:

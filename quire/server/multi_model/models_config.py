@@ -18,7 +18,9 @@ from quire.server.config import ServerConfig
 from quire.server.multi_model.presets import ModelPreset, parse_preset
 
 _DEFAULT_KV_GIB = 1.0
-"""Fixed, because a share of the machine's memory would depend on other programs."""
+"""Default GiB of a model's KV cache. It is fixed, because a share of the machine's memory would depend on other
+programs.
+"""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
     "served_model_name",
@@ -38,15 +40,17 @@ _MODEL_SETTINGS = {
     "chat_template_content_format",
 }
 _PRESET_KEYS = ("system", "parameters")
-"""A table that names another table as its model is an alias. It may have only these keys and `served_model_name`."""
+"""A table that names another table as its model is an alias. Besides `model`, it may have only these keys and
+`served_model_name`.
+"""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
-"""These write to the disk or run code, so HTTP cannot set them."""
+"""HTTP requests cannot set these, because they write to the disk or run code."""
 _MAX_NAME_LENGTH = 256
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory is in GiB."""
+    """`memory` is in GiB."""
 
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
@@ -75,15 +79,15 @@ class ModelsConfig:
     entries: tuple[ModelEntry, ...]
     """The first entry is the default, loaded at the start."""
     memory_limit_bytes: int | None
-    """Limit for awake models; None: unlimited."""
+    """Limit of all awake models together; None: unlimited."""
     slice_seconds: float
-    """A model with open requests makes room only after this time."""
+    """A model with open requests stays awake at least this long before it makes room for another one."""
     defaults: ModelsFileOptions
     flags: Mapping[str, Any]
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """Raises ConfigError."""
+        """Parses a model that is added over HTTP. Raises ConfigError, also for settings that only the file may have."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -95,7 +99,7 @@ class ModelsConfig:
 
 
 def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
-    """`flags`: settings for every model. Raises ConfigError."""
+    """`flags` are settings for every model. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -159,7 +163,7 @@ def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEnt
 
 
 def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if the table is an alias with keys or values that an alias may not have."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:

@@ -51,7 +51,7 @@ class _LoadBody(_ModelChangeBody):
 
 class _UnloadBody(_ModelChangeBody):
     forget: bool = False
-    """Also stop serving a model added at run time."""
+    """If True, a model that was added at run time is also forgotten."""
 
 
 Change = TypeVar("Change", bound=_ModelChangeBody)
@@ -80,7 +80,7 @@ def create_multi_model_app(
 
 
 class MultiModelDispatcher:
-    """The query parameter `model` may name the model too."""
+    """Finds a request's model by `model` in the body, the path or the query."""
 
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
         self.manager = manager
@@ -128,7 +128,7 @@ class MultiModelDispatcher:
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
-        """Raises ModelNotFound."""
+        """Returns the first model if `name` is None or empty. Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if not name or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
@@ -148,7 +148,7 @@ class MultiModelDispatcher:
 @router.api_route("/ready", methods=["GET", "HEAD"], response_model=None)
 @router.api_route("/ping", methods=["GET", "HEAD"], response_model=None)
 async def health(request: Request) -> Response:
-    """200 while models can be loaded and woken."""
+    """200 while models can be loaded and woken, otherwise 503."""
     return health_response(request, is_healthy=_get_dispatcher(request).manager.is_alive)
 
 

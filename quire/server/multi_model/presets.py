@@ -78,7 +78,9 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Fills in what the body leaves out. An invalid body stays unchanged."""
+    """Adds the preset's system message and parameters where the body has none. A body that is not a JSON object stays
+    unchanged.
+    """
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return

@@ -63,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """True if the request was refused for a reason other than lack of capacity or time, so that a retry would fail too."""
+    """True if the request was refused for a reason other than lack of capacity or time, so a retry would fail too."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
