@@ -16,13 +16,15 @@ from quire.engine.common import clock
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-"""Viewers show a group of tracks per process id."""
+"""Process ids in the trace. Viewers show the tracks of one process id as a group."""
 FIRST_STEP_TRACK = 1
 TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """Builds the JSON in a thread, because that is slow, and from copies, because timelines still change."""
+    """Records for `seconds`. Builds the JSON in a thread, because this is slow, and from copies of timelines, because
+    these still change.
+    """
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
@@ -57,7 +59,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Returns microseconds per phase. They add up to the recording's length times the number of engines."""
+    """Returns the microseconds of each phase. Their sum is the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
@@ -90,7 +92,7 @@ def _track_name_events(replicas: int) -> list[TraceEvent]:
 
 
 def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: int) -> list[TraceEvent]:
-    """Steps overlap on a GPU, so a slice begins when the previous step has ended."""
+    """Steps overlap on a GPU, so the slice of a step begins no earlier than the end of the previous step."""
     events: list[TraceEvent] = []
     last = window.began
     for step in steps:

@@ -41,12 +41,12 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""Operation names by id prefix. The conventions lack scores, rankings and labels."""
+"""Operation names by id prefix. The conventions have no names for scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """Defaults to the id's prefix."""
+    """If the id's prefix has no operation name, returns the prefix."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 

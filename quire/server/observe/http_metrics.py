@@ -16,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Not counted, because probes would outnumber other requests."""
+"""Requests to these paths are not counted, because probes would outnumber all others."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
@@ -53,7 +53,7 @@ _IN_PROCESS_SERVER = ("batch", None)
 
 class HttpMetrics(Collector):
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """The label `handler` is a path template of `routes`."""
+        """The label `handler` is the path template of the one of `routes` that matches."""
         self._routes = routes
         self._registry = CollectorRegistry()
         registry = self._registry
@@ -84,14 +84,14 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     def count_request_start_if_tracked(self, scope: Scope) -> bool:
-        """If True, call count_request_end later."""
+        """Returns False if the request is not counted. After True, count_request_end must be called."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False
         self._open_requests.inc()
         return True
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None:
-        """Also counts failed responses. Byte counts are Content-Length headers, or 0."""
+        """A request that failed without a status counts as 500. Byte counts are those of Content-Length headers, or 0."""
         self._open_requests.dec()
         handler, seconds = self._route_template(scope), (record.ended_at or record.arrived_at) - record.arrived_at
         method = record.method if record.method in _METHODS else _UNKNOWN_METHOD
@@ -106,7 +106,7 @@ class HttpMetrics(Collector):
         return samples_of_registry(self._registry)
 
     def _route_template(self, scope: Scope) -> str:
-        """Unknown paths share one name."""
+        """All unknown paths have the template _UNKNOWN_PATH."""
         route = scope.get("route")
         if route is None:  # refused before routing, or answered by a mounted application
             unprefixed_scope = {**scope, "root_path": ""}
@@ -125,7 +125,7 @@ def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
 
 
 class MergedHttpMetrics(Collector):
-    """Sums over processes; the start time is the earliest."""
+    """Sums metrics over processes. The start time is that of the process that started first."""
 
     def __init__(self, local_metrics: HttpMetrics, peer_samples: Sequence[PeerSample]) -> None:
         self._summed = SummingCollector(

@@ -1,4 +1,4 @@
-"""All streams share one engine view, taken twice a second."""
+"""A view of the engine for web pages. It is taken twice a second, once for all streams together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Maximum share of the engine's time for views; expensive views are taken less often."""
+"""Maximum share of the engine's time that views may take. The more a view costs, the less often it is taken."""
 MAX_LISTED_ENGINES = 8
 OVERLAP_SECONDS = 4
 """Each `state` repeats this many last complete seconds, for streams that missed an event."""
@@ -48,12 +48,12 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """Ends them, because otherwise a server that waits for open requests would never end."""
+        """Ends the streams. Otherwise a server that waits for open requests would never end."""
         for stream in list(self._streams):
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """Ends the streams if it fails, so that none hangs."""
+        """If it fails, ends the streams, so that no reader waits forever."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()
@@ -69,7 +69,7 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """None during a long step or an engine's replacement."""
+        """Returns None if the engine is in a long step, asleep, or being replaced."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()
@@ -77,8 +77,8 @@ class LiveView:
         return pending.result() if pending.done() and not pending.cancelled() else None
 
     async def get_block_table(self, request_id: str) -> BlockTableView:
-        """Raises RequestNotFound if no engine has the request, Overloaded during a long step or an engine's
-        replacement.
+        """Raises RequestNotFound if no engine has the request, and Overloaded if the engine is in a long step, asleep,
+        or being replaced.
         """
         if self._client.responsive:
             asking = asyncio.ensure_future(self._client.engine_core.get_block_table(request_id))

@@ -116,7 +116,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
     for name, text, field in GAUGES:
         yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
-    # Requests wait only for a slot or KV blocks.
+    # Requests wait only for a slot or KV blocks, so vLLM's reason `deferred` is always 0.
     reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
     name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason."
     yield per_engine_and_label(GaugeMetricFamily, name, text, "reason", reasons)
@@ -162,7 +162,9 @@ def _per_engine_and_label(
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Counts calls that this process refused, by reason, and answers aborted for slow readers."""
+    """Yields the number of calls that this process refused, by reason, and the number of answers aborted because
+    clients read too slowly.
+    """
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -173,7 +175,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """Labels name the adapters. The value is Unix seconds."""
+    """The labels list the adapters of waiting and of running requests. The value is the current time in Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]

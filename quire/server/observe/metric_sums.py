@@ -32,10 +32,10 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 
 class LabelingCollector(Collector):
-    """The label tells models' or processes' metrics apart."""
+    """Merges metrics of models or processes. A label tells them apart."""
 
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
-        """`label`: "" if not needed. `collectors`: keyed by label value."""
+        """If `label` is "", no label is added. The keys of `collectors` are values of the label."""
         self._label, self._collectors = label, collectors
 
     def collect(self) -> Iterable[Metric]:

@@ -116,7 +116,7 @@ PHASE_HISTOGRAMS: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
         ("prefill", "decode", "preempted", "recompute", "recovering"),
     ),
 )
-"""Name, help text, summed timeline phases."""
+"""Name, help text, and the timeline phases whose seconds are summed."""
 REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_BUCKETS),
     ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_BUCKETS),
@@ -135,7 +135,7 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
-"""vLLM's dashboards need an engine number, also for request metrics."""
+"""vLLM's dashboards need an engine number, even for metrics of requests."""
 
 
 class Metrics:
@@ -294,7 +294,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """Returns counters by label value, or under "" without a label."""
+    """Returns counters by label value. Without a label, the only key is ""."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 
@@ -317,7 +317,7 @@ class PrefixMissCounters:
 
 class BulkHistogram(Collector):
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
-        """`bounds`: bucket ends in seconds, ascending; a further bucket takes longer durations."""
+        """`bounds` are the upper ends of the buckets in seconds, ascending. One more bucket counts longer durations."""
         self._name = name
         self._text = text
         self._labels = (model_name, ENGINE_LABEL)

@@ -1,4 +1,4 @@
-"""Recent answers, without their texts, because neither request log nor history has texts."""
+"""Recent answers without their texts, because neither the request log nor the history stores texts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str,
 
 
 def _completion_time(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """time.monotonic() of completion; None if incomplete. Background answers outlast their response."""
+    """Returns time.monotonic() of completion; None if the answer is incomplete. A background answer may end after its
+    HTTP response.
+    """
     if record.ended_at is None or any(each.ended_at is None for each in sequences):
         return None
     return max([record.ended_at, *(each.ended_at or 0.0 for each in sequences)])

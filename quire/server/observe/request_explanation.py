@@ -12,9 +12,11 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Limit per explanation, shared by its sequences. It suffices for all recorded steps of two sequences."""
+"""Maximum number of steps in an explanation, divided evenly among its sequences. It suffices for all recorded steps of
+two sequences.
+"""
 MAX_BATCH_MATES = 10_000
-"""Mates looked up per explanation; further mates are only counted."""
+"""Maximum number of requests in the same batches that an explanation looks up. Further ones are only counted."""
 
 
 @dataclass(slots=True)
@@ -34,7 +36,7 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` takes a sequence id; mates that it hides are only counted. `decode_tokens`: see
+    """`may_show` takes a sequence id. Requests in the same batches that it hides are only counted. `decode_tokens`: see
     describe_prefix_use.
     """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
@@ -69,8 +71,8 @@ def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Phases of the sequence that ended last, up to `now`. "prepare" lasts from arrival to submission, "answer" from
-    the sequence's end to the response's.
+    """Returns the phases of the sequence that ended last, up to `now`. "prepare" lasts from the request's arrival to
+    the sequence's submission, and "answer" from the sequence's end to the response's end.
     """
     if not timelines:
         return {"prepare": now - record.arrived_at}

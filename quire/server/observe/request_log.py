@@ -22,7 +22,7 @@ UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""Longer paths are cut and longer traceparents dropped, because either may have 64 KiB."""
+"""Longer paths are truncated, and longer headers traceparent dropped, because both may have up to 64 KiB."""
 
 
 @dataclass(slots=True)
@@ -43,12 +43,12 @@ class RequestRecord:
     internal_id: str | None = None
     """The server's id (chatcmpl-…, msg_…), with which its sequences' ids begin."""
     answer_id: str | None = None
-    """`internal_id`, or the caller's id."""
+    """The caller's id for the answer, or `internal_id` if the caller has chosen none."""
     model: str | None = None
 
 
 class RequestLog:
-    """Keeps the latest `capacity` answers. Callers see those of their key, admins all."""
+    """Stores the latest `capacity` answers. Callers see answers of their own key, and admins see all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -75,8 +75,8 @@ class RequestLog:
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
-        """`name`: internal id, answer id or X-Request-Id; the latest record counts. None if the caller may not
-        see it.
+        """`name` is an internal id, an answer id or an X-Request-Id. Returns the latest matching record that the caller
+        may see, otherwise None.
         """
         record = self._records_by_id.get(name)
         if record is None:
@@ -89,7 +89,7 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """None if no longer kept."""
+        """Returns None if the record is no longer stored."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -106,7 +106,7 @@ class HttpRequestMetrics(Protocol):
 
 
 class RequestLogMiddleware:
-    """The outermost middleware; sets X-Request-Id."""
+    """The outermost middleware. Records each request, and sets X-Request-Id."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class RequestLogMiddleware:
 
 
 def _status_of(message: Message) -> int | None:
-    """None if the message does not begin the answer."""
+    """Returns None if the message does not begin an answer."""
     match message["type"]:
         case "http.response.start" | "websocket.http.response.start":
             return int(message["status"])
@@ -170,7 +170,7 @@ def _status_of(message: Message) -> int | None:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """0 if missing or malformed."""
+    """Returns 0 if the header is missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 

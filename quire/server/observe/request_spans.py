@@ -22,8 +22,8 @@ SPAN_NAME = "llm_request"
 
 
 class RequestSpanExporter:
-    """A span per answer, below the caller's span (header traceparent), with its sequences' phases as children.
-    Attributes have OpenTelemetry's names for generative AI, otherwise vLLM's.
+    """Exports a span per answer, whose parent is the caller's span (header traceparent) and whose children are the
+    phases of its sequences. Attributes have OpenTelemetry's names for generative AI, otherwise vLLM's.
     """
 
     def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[RequestHistory]]) -> None:
@@ -31,7 +31,7 @@ class RequestSpanExporter:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # The SDK prefers these values, but the operator's environment must win.
+        # The SDK would prefer these values to the environment, but the operator's environment must win.
         is_service_named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )

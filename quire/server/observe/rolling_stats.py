@@ -22,13 +22,13 @@ PERCENTILES = (0.5, 0.95)
 
 
 class LatencyHistogram:
-    """Durations, exact to about 5 %."""
+    """A distribution of durations, exact to about 5 %."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
 
     def observe_sorted(self, *seconds: float) -> None:
-        """`seconds`: ascending."""
+        """`seconds` must be ascending."""
         start = 0
         while start < len(seconds):
             bucket = round(math.log(max(seconds[start], _MIN_SECONDS)) / _LOG_BUCKET_WIDTH)
@@ -69,10 +69,10 @@ class SecondBin:
 
 
 class RollingStats:
-    """Seconds without tokens have no bin."""
+    """Statistics of the last HISTORY_SECONDS. A second without tokens has no bin."""
 
     def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
-        """`gap_listener` gets many gaps at once, ascending."""
+        """`gap_listener` is called with many gaps at once, in ascending order."""
         self._client = client
         self._gap_listener = gap_listener
         self._gaps: list[float] = []
@@ -84,13 +84,13 @@ class RollingStats:
         )
 
     def bins_since(self, second: int) -> list[SecondBin]:
-        """Returns complete bins, oldest first. `second`: Unix time."""
+        """Returns complete bins from Unix time `second` on, oldest first."""
         self.flush_token_gaps()
         now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
-        """`seconds`: between two steps that gave a request tokens."""
+        """`seconds` lie between two successive steps in which a request got tokens."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)
@@ -104,14 +104,16 @@ class RollingStats:
             self._gap_listener(gaps)
 
     def update_current_bin(self) -> SecondBin:
-        """Called when tokens arrived; adds those since the last call."""
+        """Call this when tokens have arrived. Adds the tokens since the last call to the current second's bin, and
+        returns it.
+        """
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(SecondBin(second))
             while self._bins[0].second < second - HISTORY_SECONDS:
                 self._bins.popleft()
         current, stats = self._bins[-1], self._client.engine_core.stats
-        # The engine's counters stay right even if outputs are merged on the way.
+        # Uses the engine's counters, which stay right even if outputs are merged on the way.
         current.generated_tokens += stats.generation_tokens - self._generated_tokens
         current.prompt_tokens += stats.prompt_tokens - self._prompt_tokens
         self._generated_tokens, self._prompt_tokens = stats.generation_tokens, stats.prompt_tokens

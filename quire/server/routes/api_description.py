@@ -11,7 +11,7 @@ REFERENCES = "#/components/schemas/{model}"
 
 
 class BodySchema(dict[str, Any]):
-    """`openapi_extra` of a route that itself reads one of these bodies."""
+    """`openapi_extra` of a route that parses its body itself. The body matches one of these models."""
 
     def __init__(self, *models: type[BaseModel]) -> None:
         references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]

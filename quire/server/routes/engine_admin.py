@@ -58,8 +58,8 @@ async def engine_events(request: Request) -> Response:
 
 @router.get("/v1/engine/requests", name="engine_requests", response_model=None)
 async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
-    """The last answers, latest first: phases, tokens, finish reasons, model; each tenant's share of all remembered ones
-    (--request-history); and the adapters. Contains no prompts or answers.
+    """The last answers, latest first: phases, tokens, finish reasons and model. Also each tenant's share of all
+    remembered answers (--request-history), and the adapters. Contains no texts of prompts or answers.
     """
     runtime = get_runtime(request)
     answers = summarize_recent_answers(runtime.request_log, runtime.client.history, limit)
@@ -73,8 +73,8 @@ async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1
 
 @router.get("/v1/engine/requests/{request_id:path}/blocks", name="engine_block_table", response_model=None)
 async def get_block_table(request_id: str, request: Request) -> Response:
-    """The block table of an open request, named as in /v1/engine/events: at most 1,024 blocks, in order, with the
-    number of requests that use each. 404 if no engine has it.
+    """The block table of an open request, whose id is the one in /v1/engine/events: at most 1,024 blocks, in order,
+    with the number of requests that use each block. 404 if no engine has the request.
     """
     table = await get_runtime(request).live_view.get_block_table(request_id)
     return Response(encode_json(msgspec.structs.asdict(table)), media_type="application/json")
@@ -109,9 +109,9 @@ async def sleep(
     mode: Literal["keep", "wait", "abort"] = "keep",
     refuse: bool = False,
 ) -> Response:
-    """Free weights and KV cache until /wake_up. Level 2 also ends the engine's process, so waking takes seconds. mode:
-    open requests wait and continue (keep), finish first (wait) or end at once (abort). New requests wait, or get 503
-    with `refuse`.
+    """Free weights and KV cache until /wake_up. Level 2 also ends the engine's process, so that waking takes seconds.
+    `mode` decides about open requests: they wait and continue (keep), finish first (wait) or end at once (abort). New
+    requests wait, or get 503 with `refuse`.
     """
     await get_runtime(request).weight_controller.sleep(level, mode, refuse=refuse)
     return _sleep_state_response(request)
@@ -213,7 +213,7 @@ def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) 
 
 
 def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
-    """Raises InvalidRequest if they have more numbers than the model would have with 2 bits per weight."""
+    """Raises InvalidRequest if the tensors have more numbers than the model would have with 2 bits per weight."""
     total_bytes = sum(4 * math.prod(each.shape) for each in tensors)
     if total_bytes > (max_bytes := 16 * weight_bytes):
         raise InvalidRequest(

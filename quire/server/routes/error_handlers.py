@@ -40,11 +40,11 @@ UNSUPPORTED_PATHS = {
     "/api/push": "it uploads no models",
     "/api/blobs": "it accepts no model uploads",
 }
-"""The reason why an API is not supported, or an alternative, by path prefix."""
+"""For each path prefix, the reason why the API is not supported, or an alternative."""
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """UnexpectedErrorMiddleware answers untyped errors."""
+    """Handles typed errors. UnexpectedErrorMiddleware answers all other exceptions."""
     app.add_exception_handler(QuireError, _handle_typed_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(HTTPException, _handle_http_exception)

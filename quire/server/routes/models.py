@@ -112,7 +112,7 @@ def _require_adapter_registry(request: Request) -> AdapterRegistry:
 
 @rate_limited_router.get("/props", response_model=None)
 async def props(request: Request) -> dict[str, Any]:
-    """What llama.cpp's clients read: context length, chat template and more."""
+    """What llama.cpp's clients read: context length, chat template, sampling defaults and more."""
     model, runtime = get_model(request), get_runtime(request)
     special = model.tokenizer.special_tokens
     usual = {**NEUTRAL_SAMPLING, **model.sampling_defaults}

@@ -38,9 +38,9 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/requests/{name:path}/explain", response_model=None)
 async def explain(name: str, request: Request) -> Response:
-    """How an open or recent request spent its time: phases, prompt chunks, batches, preemptions, replays. Also, how
-    much of its prompt was or could have been in the prefix cache, and why not. `name` is the answer's id or
-    X-Request-Id. With API keys, only the request's own key or an admin's may ask.
+    """How an open or recent request spent its time: phases, prompt chunks, batches, preemptions, replays. Also how much
+    of its prompt was in the prefix cache, how much more could have been, and why it was not. `name` is the answer's id
+    or X-Request-Id. With API keys, only the request's own key or an admin's may ask.
     """
     explanation, _ = await _find_explanation(name, tenant_of(request.scope), request)
     return Response(explanation, media_type="application/json")

@@ -44,7 +44,7 @@ router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
 counting_router = APIRouter(route_class=RateLimitedRoute)
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""Maps a status to its final event; others get response.incomplete."""
+"""Maps a status to its final event. For other statuses, this is response.incomplete."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
 
@@ -63,7 +63,7 @@ async def create_response(request: Request) -> Response:
     resolved = await prepare_generation(request, resolution, durable)
     fields = resolved.responses_fields
     assert fields is not None
-    # copies are in two opening events, or in the answer
+    # Two opening events, or the answer, contain copies.
     grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
     recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer, response_cache)
@@ -83,8 +83,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """Returns None if the server ended after it accepted the call and before it stored the response. Raises
-    HTTPException while another request is between these steps.
+    """Returns the stored response. Returns None if the server ended after it had accepted the call and before it had
+    stored the response. Raises HTTPException while another request is between these steps.
     """
     try:
         return Response(
@@ -106,7 +106,7 @@ async def retrieve_response(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
     """A stored response. With `stream`, its events after number `starting_after`, if it was created in the background
-    and streamed. If it has ended, only the last event.
+    and streamed. If the response has ended, only its last event.
     """
     summary = await _find_response_summary(request, response_id)
     background, key = get_server_context(request).background, (owner_of(request), response_id)
@@ -119,7 +119,7 @@ async def retrieve_response(
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
             return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may just have ended
-        if summary.about["status"] in UNFINISHED_STATUSES:  # no other server has resumed it
+        if summary.about["status"] in UNFINISHED_STATUSES:  # no other process has resumed it
             raise Overloaded("The response is about to be resumed. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
@@ -160,14 +160,14 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
-    """Calls `method` with the owner first. It may block."""
+    """Calls `method` with the request's owner and `args`, in a thread, so that it may block."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)
 
 
 def require_store(request: Request, id: str) -> Store:
-    """Raises RequestNotFound without --data-dir."""
+    """Raises RequestNotFound if the server has no --data-dir."""
     store = get_server_context(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")
@@ -183,7 +183,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """Counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
+    """Counts the response in the request's memory lease. Raises RequestNotFound or Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

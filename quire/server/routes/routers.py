@@ -36,7 +36,7 @@ ROUTERS = (
 
 
 def add_routers_with_metrics(app: FastAPI, first_routers: Sequence[APIRouter]) -> HttpMetrics:
-    """`first_routers` take precedence."""
+    """`first_routers` take precedence over all other routes."""
     routers = [*first_routers, *ROUTERS]
     for router in routers:
         app.include_router(router)

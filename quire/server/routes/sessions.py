@@ -29,8 +29,9 @@ async def warm(session_id: str, request: Request) -> Response:
     """Bring a conversation into the KV cache, from a lower tier or by recomputing it, so that its next turn starts at
     once.
 
-    The conversation consists of the requests with this `session_id`, key and cache_salt. The answer comes when it is
-    cached; callers need not wait. Charged as a prompt of that length with one output token.
+    The conversation consists of the requests with this `session_id`, the same API key and the same cache_salt. The
+    answer comes when the conversation is cached; callers need not wait for it. Charged as a prompt of that length with
+    one output token.
     """
     body = await resolve_body(request, parse_warm_request)
     runtime = get_runtime(request)

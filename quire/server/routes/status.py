@@ -21,9 +21,9 @@ router = APIRouter()
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
-    """200 if the engine works or was put to sleep; 503 if it is silent, being replaced or gone, or the server is
-    shutting down. The body of a 200 is a JSON object with status "ok", as in llama.cpp, and the reason if --data-dir
-    takes no writes.
+    """200 if the engine works or was put to sleep. 503 if the engine is silent, being replaced or gone, or if the
+    server is shutting down. The body of a 200 is a JSON object with status "ok", as in llama.cpp, and with the reason
+    if --data-dir takes no writes.
     """
     runtime = _single_runtime(request)
     return health_response(request, is_healthy=runtime.client.healthy and not runtime.admission.is_draining)
@@ -38,7 +38,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 unless the engine has ended for good: while it can be replaced, this process should live."""
+    """200 unless the engine has ended for good. While the engine can be replaced, this process should not be restarted."""
     return Response(status_code=200 if _single_runtime(request).client.alive else 503)
 
 
@@ -74,7 +74,9 @@ async def metrics(request: Request) -> Response:
 
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
-    """A server that cannot write its data is healthy, because it answers everything else; the body tells why."""
+    """A server that cannot write its data counts as healthy, because it answers everything else. The body then has the
+    reason.
+    """
     durable, body = get_server_context(request).persistence, dict[str, str]()
     if is_healthy:
         body["status"] = "ok"
@@ -86,6 +88,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """For servers of one model; server/multi_model/multi_model_app.py replaces these routes."""
+    """Returns the only model's runtime. server/multi_model/multi_model_app.py replaces the routes that call this."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

@@ -48,7 +48,7 @@ router = APIRouter(routes=[Mount("/web", web_files), Mount("/docs/", api_docs_fi
 
 @router.get("/", include_in_schema=False)
 async def index_page() -> Response:
-    """Needs no key, because it holds no data."""
+    """The page needs no key, because it contains no data."""
     return await web_files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})
 
 

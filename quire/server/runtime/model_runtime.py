@@ -30,10 +30,10 @@ def _make_fetch_semaphore() -> FairSemaphore:
 
 @dataclass(slots=True)
 class ModelRuntime:
-    """A loaded model and its services; its requests' scope has it as `runtime`."""
+    """A loaded model and its services. The scope of the model's requests contains it as `runtime`."""
 
     model: ServedModel
-    """Replaced together with its weights; no other field changes."""
+    """Replaced when the weights change. No other field changes."""
     admission: Admission
     config: ServerConfig
     client: EngineClient
@@ -73,6 +73,6 @@ class ModelRuntime:
         return ComputeIdentity(model_fingerprint, self.info.deterministic, repr(weights))
 
     def set_weights_version(self, version: str) -> None:
-        """Call after a weight update."""
+        """Call this after a weight update. It gives the model a new fingerprint."""
         self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))

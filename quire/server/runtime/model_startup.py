@@ -37,9 +37,9 @@ async def open_runtime(
     folder: Path | None,
     launch_process: LaunchProcess = Child,
 ) -> AsyncIterator[ModelRuntime]:
-    """Yields a ready model, whose engine ends with the block. `client`: launched, not started. `modules`: see
-    load_served_model_spec. `folder`: for adapters. Raises the errors of client.engine_core.start(),
-    open_adapter_registry and ServedModelSpec.build_served_model.
+    """Yields a ready model. Its engine ends with the block. `client` must be launched, but not started. `modules`: see
+    load_served_model_spec. Adapters are stored below `folder`, or temporarily if it is None. Raises the errors of
+    client.engine_core.start(), open_adapter_registry and ServedModelSpec.build_served_model.
     """
     config = source.config
     model_before_start = await asyncio.to_thread(source.build_served_model)

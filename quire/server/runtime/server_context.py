@@ -27,12 +27,14 @@ from quire.server.store.response_store import Store
 class ModelDispatcher(Protocol):
     @property
     def loaded_runtimes(self) -> Sequence[ModelRuntime]:
-        """Runtimes that can answer."""
+        """Runtimes of the loaded models, which may be asleep."""
 
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """Call `handler` with the named model in the scope, or with any loaded one unless `names_model`."""
+        """Call `handler` with a runtime in the scope: that of the named model, or of any loaded model if `names_model`
+        is False.
+        """
 
 
 class SingleModelDispatcher:

@@ -25,7 +25,7 @@ from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 
 BODY_BUDGET_BYTES = 48 << 20
-"""Shared by the bodies of all requests being received and resolved."""
+"""Limit of the bodies of all requests that are being received or resolved."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 

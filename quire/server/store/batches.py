@@ -18,7 +18,7 @@ BatchStatus = Literal[
 ]
 TERMINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_ENDED_BATCHES = 1000
-"""Limit per API key. The oldest batches are forgotten; their files stay."""
+"""Limit per API key. The oldest ended batches above it are deleted; their files stay."""
 
 
 _BATCHES_PER_READ = 100
@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """Lifetime of its files; None: unlimited."""
+    """Seconds that its files are kept; None: unlimited."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -84,7 +84,9 @@ class Batches:
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also forgets ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
+        """Also deletes ended batches above MAX_ENDED_BATCHES. Returns False, and adds nothing, if the owner has
+        `max_open` open batches.
+        """
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -98,7 +100,7 @@ class Batches:
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
-        """Raises InvalidRequest if the batch ended or is finalizing."""
+        """Returns None if the batch is unknown. Raises InvalidRequest if it has ended or is finalizing."""
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
@@ -156,7 +158,7 @@ class Batches:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
     def list_open_batches(self) -> list[tuple[str, Batch]]:
-        """(owner, batch), oldest first."""
+        """Returns (owner, batch) pairs, oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
         open_batches: list[tuple[str, Batch]] = []
@@ -176,7 +178,7 @@ class Batches:
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
     def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
-        """Replaces the lines of an earlier attempt."""
+        """Replaces the lines of an earlier attempt. Does nothing unless the stored batch is validating."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
             return
@@ -209,7 +211,7 @@ class Batches:
             return [BatchLine(*row) for row in connection.execute(query, (id, after, limit))]
 
     def put_result(self, id: str, result: LineResult) -> None:
-        """Only a line's first result counts."""
+        """If the line already has a result, does nothing."""
         with self._database.write_transaction() as connection:
             where = "batch = ? and place = ? and failed is null"
             row = (result.failed, result.line, id, result.position)
@@ -218,7 +220,7 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """Returns at most 16 (line number, result)."""
+        """Returns at most 16 pairs of line number and result, with line numbers above `after`."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPEN_BATCHES_KEY = "open"
-"""Under this key, ended processes do not count."""
+"""Key in `counts` of the number of open batches, for which ended processes do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,6 @@ class DataDirStatus:
     sizes: Mapping[str, int]
     """Stored bytes by kind."""
     counts: Mapping[str, int]
-    """Sums of all processes, including ended ones."""
+    """Sums over all processes, including ended ones, except for OPEN_BATCHES_KEY."""
     refusal: str
     """Why writes fail now; empty if they succeed."""

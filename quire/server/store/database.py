@@ -19,10 +19,12 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
 ROW_OVERHEAD_BYTES = 256
-"""Counted per row, so that byte limits also limit rows."""
+"""Added to each row's size, so that limits in bytes also limit the number of rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
 _AUTOCHECKPOINT_PAGES = 16_384
-"""Commits copy a log of this length if `checkpoint` runs too rarely or readers block it."""
+"""A commit copies the write-ahead log into the file when the log has this many pages, which happens if `checkpoint`
+runs too rarely or readers block it.
+"""
 _CHUNK_ROWS = 500
 
 
@@ -30,11 +32,14 @@ SQLiteConnect = Callable[..., sqlite3.Connection]
 
 
 class StoreUnreachable(sqlite3.OperationalError):
-    """The data's owner does not answer, so the outcome is unknown. Callers wait, as for a full disk."""
+    """The process that owns the data does not answer, so the outcome of the call is unknown. Callers wait, as for a
+    full disk.
+    """
 
 
 class Database:
-    """Thread-safe: `read_connection` and `write_transaction` are exclusive and fair, so split long work.
+    """Thread-safe. `read_connection` and `write_transaction` are exclusive and granted in order, so split long work.
+
     Writes survive a crash. A power cut may lose the last ones, but the file stays consistent (WAL, synchronous =
     normal).
     """
@@ -44,7 +49,7 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """Empty if the last write succeeded."""
+        """Error of the last write; empty if it succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -77,7 +82,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copies a long log into the file, and syncs, while others read and write."""
+        """Copies a long write-ahead log into the file and syncs it, while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -89,7 +94,7 @@ class Database:
 
     @contextmanager
     def write_transaction(self, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
-        """Any failure rolls back, including `sizes`."""
+        """If the block fails, rolls back the transaction and restores `sizes`."""
         with self._lock, self._track_write_error():
             if (
                 _file_identity(self.folder / DATABASE_FILE) != self._file_identity
@@ -128,7 +133,7 @@ class Database:
 
 
 class _TicketLock:
-    """FIFO: with threading.Lock, one thread can starve the others."""
+    """A lock that threads get in the order of their requests. With threading.Lock, one thread can starve the others."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -165,7 +170,7 @@ def query_page(
 ) -> tuple[list[Any], bool] | None:
     """Returns at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
     `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id.
-    `is_shown` filters rows after reading, so that no block searches for long.
+    `is_shown` filters rows after they are read, _CHUNK_ROWS at a time, so that the database is never locked for long.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")

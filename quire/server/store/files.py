@@ -50,7 +50,9 @@ class _UploadReservation:
 
 
 class FileContents:
-    """Any process may access contents. Contents without a row are deleted."""
+    """Any process may read and write contents. When a process opens the data as its owner, it deletes contents without
+    a row.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "files"
@@ -59,7 +61,7 @@ class FileContents:
         return self.folder / id
 
     def write_content(self, id: str, content: BinaryIO) -> None:
-        """Call before Files.add. On OSError nothing remains."""
+        """Call this before Files.add. If it fails, no content remains."""
         self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
@@ -82,21 +84,23 @@ class Files:
     """Thread-safe. After a crash, a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes`: for all owners; each must leave as much free as it uses. Raises OSError."""
+        """`max_bytes` bounds the files of all owners together. With API keys, an owner must leave as much free as it
+        uses. Raises OSError.
+        """
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Filled only in the owning process."""
+        """Uploads in progress, by file id. Filled only in the process that owns the data."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
             self._budget.adjust_held_amount(owner, size + ROW_OVERHEAD_BYTES)
         known_ids = {id for _, id, _ in rows}
-        # A crash leaves contents without a row. Another process may be between both steps: its `insert_files` raises,
-        # and it uploads again.
+        # A crash leaves contents without a row. If another process has written content but not yet added its row, its
+        # `insert_files` raises, and the file is uploaded again.
         for path in self.contents.folder.iterdir():
             if path.name not in known_ids:
                 path.unlink(missing_ok=True)
@@ -106,8 +110,8 @@ class Files:
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Reserves `size` bytes in total, until `add`, `release` or the process's end. On False, an earlier reservation
-        stays.
+        """Reserves `size` bytes in total for the upload, until `add`, `release` or the end of `process`. If it returns
+        False, an earlier reservation stays.
         """
         with self._database.read_connection():
             fits = size <= self._available_bytes(owner, id)
@@ -132,8 +136,8 @@ class Files:
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Raises OSError if the content is gone; InvalidRequest if the process with the reservation was replaced and
-        there is no room.
+        """Raises OSError if the content is gone. Raises InvalidRequest if there is no room, which can happen only if
+        the reservation was lost with an earlier owner of the data.
         """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)
@@ -145,7 +149,7 @@ class Files:
             self._reservations.pop(file.id, None)
 
     def insert_files(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
-        """Call in a transaction with `sizes`."""
+        """Call this in a transaction that includes `sizes`."""
         for file in files:
             if not self.contents.content_path(file.id).exists():
                 raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)

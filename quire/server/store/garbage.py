@@ -11,11 +11,13 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Limit of deleted rows, and of a large object's inserted rows."""
+"""Maximum rows that a transaction deletes, or inserts for a large object."""
 MAX_TRANSACTION_BYTES = 512 << 10
-"""A single row may be larger."""
+"""Maximum bytes of these rows, except that a single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Smaller than MAX_TRANSACTION_ROWS, because each object has several index entries."""
+"""Maximum objects that a transaction deletes. It is smaller than MAX_TRANSACTION_ROWS, because each object has several
+index entries.
+"""
 GarbageKind = Literal["items", "lines"]
 
 
@@ -29,7 +31,7 @@ class Garbage:
         self.sizes = BytesByOwner({"": int(size)} if size else {})
         """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
-        """Entries still being written, which must stay."""
+        """Numbers of the entries whose items are still being written. These items must not be purged."""
 
     @property
     def garbage_bytes(self) -> int:
@@ -49,7 +51,9 @@ class Garbage:
 
     @contextmanager
     def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
-        """Deletes items that several transactions write, unless the last one calls `publish_items`."""
+        """Items that several transactions write are garbage, and are deleted later, unless the last transaction calls
+        `publish_items`.
+        """
         staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging
@@ -91,10 +95,10 @@ class UnpublishedItems:
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
-        """0 until the first insert."""
+        """Number of the garbage entry; 0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
-        """Call in the inserting transaction."""
+        """Call this in the inserting transaction."""
         if not self.entry_number:
             self.entry_number = self._garbage.add_entry(connection, "items", self._owner, self._items_key, size)
             self._unpublished_numbers.add(self.entry_number)
@@ -103,7 +107,7 @@ class UnpublishedItems:
         self._garbage.sizes.add_bytes("", size)
 
     def publish_items(self, connection: sqlite3.Connection) -> None:
-        """Call in the transaction that makes the items visible."""
+        """Call this in the transaction that makes the items visible."""
         if self.entry_number:
             self._garbage.remove_entry(connection, self.entry_number)
 
@@ -129,7 +133,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Return positions that fit the limits, and their total bytes."""
+    """Return the positions of the first rows that fit the limits, and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

@@ -1,4 +1,6 @@
-"""Objects and items are rows with the JSON of answers, because most requests only copy bytes and read one page."""
+"""Objects and items are stored as rows with their JSON in answers, because most requests only copy bytes and read one
+page.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OB
 from quire.server.store.storage_quota import StorageQuota
 
 MAX_PAGE_BYTES = 4 << 20
-"""A page ends with the item that reaches this, because 100 large items are 400 MB."""
+"""A page ends with the item with which it reaches this size, because 100 large items are 400 MB."""
 _DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
 ObjectKind = Literal["response", "conversation"]
 
@@ -43,7 +45,7 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Fields looked up without parsing `data`."""
+    """Fields that can be read without parsing `data`."""
     data: bytes
 
 
@@ -68,7 +70,7 @@ class ObjectToStore:
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
-    """Only this process can finish the object."""
+    """True while the response is being generated."""
 
 
 class Store:
@@ -87,7 +89,7 @@ class Store:
 
     @property
     def stored_bytes(self) -> int:
-        """Includes data not purged yet."""
+        """Includes deleted data that is not purged yet."""
         return self.quota.used_bytes
 
     def get_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
@@ -145,7 +147,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Return the conversation's JSON; None if unknown."""
+        """Return the conversation's JSON; None if the conversation is unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -158,7 +160,7 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
-        """None if `after` is unknown."""
+        """Returns None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
@@ -203,7 +205,7 @@ class Store:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """For a response that no process can continue. Its items stay."""
+        """Marks a response as failed that no process can continue. Its items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
@@ -221,7 +223,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Call in a transaction; returns None if unknown."""
+        """Deletes the object and returns its `created`; None if the object is unknown. Call this in a transaction."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -270,7 +272,9 @@ class Store:
 def check_conversation_limits(
     summary: ObjectSummary, items: Sequence[StoredItem], limits: ConversationLimits, param: str
 ) -> None:
-    """Raises InvalidRequest. A response's own items are added unchecked, so conversations may exceed their limits."""
+    """Raises InvalidRequest. A response adds its own items without this check, so conversations may exceed their
+    limits.
+    """
     if summary.count + len(items) > limits.max_items or summary.size + total_item_bytes(items) > limits.max_bytes:
         limit_text = f"{limits.max_items} items and {limits.max_bytes} bytes"
         raise InvalidRequest(f"{param}: a conversation holds at most {limit_text}: begin another one", param=param)
@@ -302,7 +306,7 @@ class StoreReader:
 
 @contextmanager
 def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
-    """Opens a snapshot, for processes other than the owner."""
+    """Opens a read-only snapshot, for processes that do not own the data."""
     path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
@@ -324,7 +328,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """Returns "", which is no item's key, if the object is unknown."""
+    """Returns the key of the object's items. If the object is unknown, returns "", which is no item's key."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

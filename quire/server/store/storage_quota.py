@@ -8,13 +8,13 @@ from quire.server.store.database import Database
 from quire.server.store.garbage import Garbage
 
 EvictStep = Callable[[sqlite3.Connection, int], bool]
-"""Deletes rows of the largest owner in a transaction, to free about as many bytes as given. True if more can be
-deleted.
+"""Deletes rows of the largest owner in a transaction, to free about the given number of bytes. Returns True if more can
+be deleted.
 """
 HARD_LIMIT_RATIO = 1.1
-"""`make_room` with `max_steps` never exceeds this share of the bound."""
+"""With `max_steps`, `make_room` lets the used bytes grow to this multiple of the bound."""
 LOW_WATER_RATIO = 0.95
-"""Eviction down to this share leaves room for new data."""
+"""Background eviction goes down to this share of the bound, which leaves room for new data."""
 
 
 class StorageQuota:
@@ -39,8 +39,9 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evicts until `size` bytes fit, but frees only about `size` bytes, so concurrent puts may exceed the bound.
-        After `max_steps`, leaves the rest to `evict_toward_low_water`, up to HARD_LIMIT_RATIO.
+        """Evicts until `size` more bytes fit, but frees only about `size` bytes, so concurrent puts may exceed the
+        bound. After `max_steps`, stops as soon as the bytes fit below HARD_LIMIT_RATIO, and leaves the rest to
+        `evict_toward_low_water`.
         """
         freed = 0
         has_more = True
@@ -62,7 +63,7 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
-        """Return (more can go, bytes freed)."""
+        """Return whether more can be evicted, and the bytes freed."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

@@ -21,7 +21,7 @@ EXPIRY_PAUSE_SECONDS = 60.0
 
 
 class ResponseRetention:
-    """Responses of earlier versions count as created at the upgrade."""
+    """Deletes old responses. Those that an earlier version stored count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
         """`seconds`: maximum age; 0: unlimited."""
@@ -36,8 +36,8 @@ class ResponseRetention:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Runs one transaction. Returns False after the last response. Deletes the newest first, so that one pass
-        deletes a whole chain of responses.
+        """Runs one transaction. Returns False if no response is due any more. Deletes the newest first, because a
+        response stays while a later one continues it; so one pass deletes a whole chain of responses.
         """
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
@@ -100,7 +100,9 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Runs several transactions. Returns True if more is due."""
+        """Runs several transactions. Returns True if more data is due. While another call runs, does nothing and
+        returns False.
+        """
         if not self._mutex.acquire(blocking=False):
             return False
         try:

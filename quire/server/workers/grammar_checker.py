@@ -52,8 +52,8 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads, because closing
-    schemas may take long.
+    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads, because this may
+    take long.
     """
 
     def __init__(self, workers: WorkerPool) -> None:
@@ -82,8 +82,9 @@ class GrammarChecker:
     async def choose_compilable_grammar(
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
-        """Answers must match the returned grammar. If the requested one does not compile, non-strict tools get the
-        nearest weaker schema. Raises as `check_grammars` does, with the caller's field names.
+        """Returns a grammar that answers must match: the requested one if it compiles; otherwise one in which each
+        non-strict tool has the nearest weaker schema that compiles. Raises as `check_grammars` does, with the caller's
+        field names.
         """
         *first, last = resolved.grammars.to_check
         await self.check_grammars(first, tenant)
@@ -117,7 +118,7 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """None if the grammar compiles."""
+        """Returns None if the grammar compiles."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

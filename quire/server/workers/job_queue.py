@@ -13,9 +13,11 @@ from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
-"""Jobs of this size or more never take all workers."""
+"""Jobs of this size or more never use all workers at the same time."""
 _BYTES_PER_SECOND = 1e6
-"""A job counts as arriving a second later per this many bytes, so large jobs do not delay small ones."""
+"""In its kind, a job counts as arriving one second later per this many bytes, so that large jobs do not delay small
+ones.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +27,7 @@ class WorkerSlotClaim:
     """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
-    """It may take seconds, whatever its size."""
+    """True if the job may take seconds, whatever its size."""
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     started_at: float = 0.0
 
@@ -68,7 +70,7 @@ class JobQueue:
                 claim.grant_future.set_exception(error)
 
     def add_job(self, claim: WorkerSlotClaim) -> None:
-        # A newcomer starts level with the least served tenant: absence gives no credit.
+        # A newcomer starts with as much time as the least served one, so that it gets no credit for its absence.
         tenant, kind = claim.tenant_and_class_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]

@@ -43,7 +43,7 @@ NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
 deadlocks.
 """
 WORKER_MEMORY_BYTES = 256 << 20
-"""A worker may grow by this much for one body."""
+"""A worker's memory may grow by this much, plus twice the body's size, for one body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,10 +54,10 @@ class _WorkerProcess:
 
 
 class _WorkerKilled(Exception):
-    """Killed from outside, as far as is known."""
+    """The worker was killed by another process, as far as is known."""
 
     def __init__(self, error: Exception) -> None:
-        """`error`: raised to the request if another worker is killed too."""
+        """`error` is raised to the request if the worker of the second try is killed too."""
         self.error = error
 
 
@@ -86,7 +86,7 @@ class WorkerPool:
         self._shutdown_error: Exception | None = None
         self._is_closed = False
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks, even if its caller stops waiting."""
+        """Starts the process that forks workers. It continues if the caller that waits for it is cancelled."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
@@ -111,9 +111,10 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Runs `work` on a body's joined pieces in a worker. Cancelling kills the worker. `is_slow`: see
+        """Runs `work` on a body's joined pieces in a worker. Cancelling this call kills the worker. `is_slow`: see
         WorkerSlotClaim. `extra_bytes`: size of the arguments bound to `work`. Raises the errors of `work`, Overloaded
-        if too many jobs wait or the worker hangs, and InvalidRequest beyond a worker's time or memory.
+        if too many jobs wait or the worker hangs, InvalidRequest if the job exceeds a worker's time or memory, and
+        EngineError if no worker can be started.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -133,7 +134,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """Raises `limit_error` if a limit ends the job, otherwise as `run_job` does."""
+        """Raises `limit_error` if the job exceeds `limits`; otherwise raises as `run_job` does."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -172,7 +173,9 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Starts the process that forks, unless it runs or is starting. Awaiting the task raises OSError."""
+        """Starts the process that forks workers, unless it runs or is starting. Awaiting the task raises OSError if the
+        start fails.
+        """
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -343,7 +346,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kills the process if it hangs during the block."""
+    """Kills the process if it stalls for STALL_SECONDS during the block."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -62,7 +62,7 @@ class JobResult(msgspec.Struct, frozen=True):
     """The pickled result or error follows in a frame."""
 
     succeeded: bool | None
-    """False: a QuireError follows. None: a traceback's text follows."""
+    """True: the result follows. False: a QuireError follows. None: a traceback's text follows."""
     is_reusable: bool
 
 
@@ -100,14 +100,14 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
 
 
 def _reap_ended_workers() -> None:
-    """Runs only before a fork, because the server reads from /proc what ended a worker."""
+    """Runs only before a fork, because until then the server reads from /proc how a worker ended."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
-    """Answers jobs until the server hangs up. `adapters`: the model's list, updated by each job."""
+    """Answers jobs until the server hangs up. `adapters` is the list to which `model` refers; each job updates it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native libraries report a lack of memory there
     frames = connection.makefile("rb")
     initial_bytes = private_memory_bytes()

@@ -39,7 +39,7 @@ MAX_FILE_BYTES = 512 << 20
 """OpenAI's limit."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
-"""Number of bytes reserved at once if the length is not announced."""
+"""Number of bytes that are reserved ahead if the upload's length is not announced."""
 _MAX_NAME_LENGTH = 255
 _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 UPLOAD_FORM_SCHEMA = {
@@ -102,7 +102,7 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
-        """Raises HTTPException if the form is too large."""
+        """Raises HTTPException if the form is too large or there is no room for it."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
@@ -112,7 +112,9 @@ class _UploadSpaceReserver:
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Raises HTTPException if even the first size does not fit."""
+        """Reserves the largest of `sizes` that fits; the first one is the smallest. Raises HTTPException if not even
+        this fits.
+        """
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -127,8 +129,8 @@ class _UploadSpaceReserver:
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Runs in one thread, and finishes even if the caller gives up. Deletes the content after errors, except
-    StoreUnreachable, because the file may have been added.
+    """Runs in one thread, so that it finishes even if the caller gives up. Deletes the content after an error, except
+    after StoreUnreachable, because the file may have been added.
     """
     is_kept = False
     try:
@@ -188,7 +190,9 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 async def _receive_form(
     request: Request, upload: _UploadSpaceReserver
 ) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
-    """Yields file, name, purpose, and lifetime in seconds or None. Large content is in a temporary file."""
+    """Yields file, name, purpose, and lifetime in seconds, which is None if unlimited. Large content is in a temporary
+    file.
+    """
 
     encodings = parse_encodings(request.headers)
 
@@ -238,8 +242,9 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """Keeps only the boundary. Some of Python's charsets yield half surrogates, take quadratic time, or are not text,
-    and RFC 7578 has no charset parameter. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
+    """Returns a header with only the boundary, because some of Python's charsets yield half surrogates, take quadratic
+    time, or are not text, and RFC 7578 has no charset parameter. Without a charset, names are read as UTF-8 or Latin-1.
+    Raises InvalidRequest.
     """
     try:
         media_type, options = parse_options_header(content_type)
@@ -254,7 +259,7 @@ def _sanitize_content_type_header(content_type: str) -> Headers:
 
 
 def _file_name(content: UploadFile) -> str:
-    """Shortens the name. Raises InvalidRequest for control characters."""
+    """Returns the name, shortened to _MAX_NAME_LENGTH. Raises InvalidRequest for control characters."""
     name = (content.filename or "file")[:_MAX_NAME_LENGTH]
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         raise InvalidRequest("file: its name has control characters", param="file")

@@ -27,7 +27,7 @@ def unknown_cursor_error(kind: str, after: str | None) -> InvalidRequest:
 async def list_items_response(
     request: Request, store: Store, id: str, limit: int, order: Order, after: str | None
 ) -> Response:
-    """Raises InvalidRequest for an unknown `after`, Overloaded if too much waits to be sent."""
+    """Raises InvalidRequest for an unknown `after`, and Overloaded if too many unsent answers occupy memory."""
     method = partial(store.read_item_page, newest_first=order == "desc", after=after)
     page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor_error("item", after))
     return leased_json_response(request, encode_item_page(page))
@@ -56,6 +56,6 @@ def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) 
 
 
 def leased_json_response(request: Request, body: bytes) -> Response:
-    """Raises Overloaded if too much waits to be sent."""
+    """Raises Overloaded if too many unsent answers occupy memory."""
     grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

@@ -16,8 +16,8 @@ router = APIRouter()
 
 @router.get("/v1/streams/{stream_id}", response_model=None)
 async def resume_stream(stream_id: str, request: Request) -> Response:
-    """The events after the one that the header Last-Event-ID names; without it, all of them. Another reader of the same
-    stream gets no more events.
+    """The events after the one that the header Last-Event-ID names; without the header, all events. An earlier reader
+    of the same stream gets no more events.
     """
     streams, owner = get_server_context(request).resumable_calls, owner_of(request)
     if streams is None:

@@ -29,7 +29,7 @@ router = APIRouter()
 
 @router.post("/api/pull", response_model=None, openapi_extra=BodySchema(OllamaPullRequest))
 async def pull(request: Request) -> Response:
-    """Download a model. Needs an admin's API key; without keys, only callers on this machine may."""
+    """Download a model. Needs an admin's API key; without keys, the caller must be a program on this machine."""
     server = get_server_context(request)
     if not server.config.allow_pull:
         raise InvalidRequest("This server does not download models: start it with --allow-pull, or use `quire pull`")

@@ -16,13 +16,13 @@ _MAX_SHOWN_BYTES = 50
 _NULL = msgspec.Raw(b"null")
 _NOT_OBJECT_MESSAGE = "Each message must be a JSON object, sent as text"
 _POST_FIELDS = b',"type":null,"stream_id":null,"stream":true}'
-"""End of a POST's body. It replaces an event's last brace, and overrides the event's fields: of two equal names, the
-last counts.
+"""End of a POST's body, which replaces an event's closing brace. Its fields override those of the event, because the
+last of several fields with the same name counts.
 """
 
 
 class _Envelope(msgspec.Struct):
-    """An event's fields. Raw fields are decoded later, or only by the pipeline."""
+    """An event's fields. Raw fields are decoded later, some of them only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL
@@ -53,7 +53,7 @@ class EventRefused(Exception):
 
 
 def parse_client_event(message: bytes) -> CreateEvent | SteerEvent:
-    """Raises EventRefused. Leaves other checks to the pipeline."""
+    """Raises EventRefused for an event that a WebSocket does not support. All other checks are left to the pipeline."""
     try:
         envelope = msgspec.json.decode(message, type=_Envelope)
     except msgspec.ValidationError as error:
@@ -86,7 +86,7 @@ def _read_stream_id(raw: msgspec.Raw) -> str | None:
 
 
 def _text_or_none(raw: msgspec.Raw) -> str | None:
-    """None for other types, which the pipeline refuses."""
+    """Returns None for null and for values that are not texts. The pipeline refuses the latter."""
     try:
         return msgspec.json.decode(raw, type=str | None)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -12,7 +12,7 @@ from quire.server.resolve.other_apis.history import CachedResponse
 from quire.server.routes.websocket.client_events import CreateEvent, EventRefused
 
 MAX_RUNNING_RESPONSES = 16
-"""OpenAI's limit per connection, like the next one."""
+"""This limit and MAX_NAMED_LANES are OpenAI's, per connection."""
 MAX_NAMED_LANES = 32
 MAX_WAITING_EVENTS = 64
 
@@ -26,12 +26,12 @@ class Lane:
     waiting: deque[CreateEvent] = field(default_factory=deque)
     latest: CachedResponse | None = None
     task: asyncio.Task[None] | None = None
-    """Answers the lane's waiting events. None if there are none."""
+    """Answers the lane's waiting events. None while there are none."""
 
 
 class Lanes:
     def __init__(self, answer: Callable[[Lane, CreateEvent], Awaitable[None]], lease: MemoryLease) -> None:
-        """`answer` raises nothing. `lease`: for waiting events and cached responses."""
+        """`answer` must not raise. `lease` counts the memory of waiting events and cached responses."""
         self._answer = answer
         self._lease = lease
         self._lanes: dict[str | None, Lane] = {None: Lane(None)}
@@ -66,7 +66,9 @@ class Lanes:
         return (lane.latest for lane in self._lanes.values() if lane.latest is not None)
 
     def cache_response(self, lane: Lane, response: CachedResponse) -> None:
-        """Replaces the lane's cached response, or drops it if there is no room."""
+        """Replaces the lane's cached response. If there is no room for `response`, the lane has no cached response
+        afterwards.
+        """
         if lane.latest is not None:
             self._lease.shrink_lease(lane.latest.num_bytes)
             lane.latest = None

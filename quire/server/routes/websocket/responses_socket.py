@@ -49,7 +49,7 @@ MAX_CONNECTION_SECONDS = 3600.0
 """OpenAI's limit."""
 MAX_MALFORMED_EVENTS = 100
 _UNUSABLE_HEADERS = (IDEMPOTENCY_HEADER, LAST_EVENT_ID)
-"""Headers for single requests, of which a connection has many."""
+"""Headers that apply to a single request, whereas a connection carries many."""
 _CONNECTION_HEADERS = frozenset(
     (
         b"authorization",
@@ -70,7 +70,7 @@ _CONNECTION_HEADERS = frozenset(
 
 
 class CloseCode(IntEnum):
-    """RFC 6455, 7.4.1."""
+    """Close codes of RFC 6455, 7.4.1."""
 
     NORMAL = 1000
     GOING_AWAY = 1001
