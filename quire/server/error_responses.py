@@ -51,7 +51,8 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Types by HTTP status. Others: invalid_request_error below 500, api_error from 500."""
+"""Anthropic's error types by HTTP status. Other statuses have invalid_request_error below 500, and api_error from 500.
+"""
 LLAMA_CPP_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -59,7 +60,7 @@ LLAMA_CPP_ERROR_TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-"""Types by HTTP status. Others are OpenAI's."""
+"""llama.cpp's error types by HTTP status. Other statuses have OpenAI's error types."""
 SYSTEM_ONE_PATH = "/v1/systemone"
 COMPLETION_PATH = "/completion"
 INFILL_PATH = "/infill"
@@ -97,7 +98,9 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """Sets FastAPI's `detail` to the body's invalid field and message, or to another error's type and message."""
+        """Sets FastAPI's `detail` to the invalid field and the message for an invalid body (422), and otherwise to the
+        error's type and message.
+        """
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
@@ -140,7 +143,9 @@ ERROR_ENCODERS = (
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Logs exceptions other than QuireError, and reports them as unexpected."""
+    """Logs exceptions other than QuireError. Of these, sqlite3.OperationalError becomes a 503 with its message, and all
+    others become a 500 without it.
+    """
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
         return ErrorInfo(status, error.message, kind, error.param, error.code)

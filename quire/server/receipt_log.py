@@ -22,7 +22,9 @@ _MAX_PENDING_BYTES = 64 << 20
 
 
 class ReceiptLog:
-    """Several processes may append. Above `max_bytes` the file is renamed to `.1`, replacing the last `.1`."""
+    """A file of receipts, to which several processes may append. A file above `max_bytes` is renamed to `.1`, and
+    replaces the last `.1`.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Raises ConfigError if the file cannot be written."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """Paths without a key, because load balancers have none."""
 METRICS_PATH = "/metrics"
-"""Also accepts a --metrics-api-key."""
+"""Path of the metrics. It also accepts a key of --metrics-api-key."""
 WEB_PREFIX = "/web/"
 """Prefix of the web page's files. They need no key, because they contain no secrets; the page itself asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"

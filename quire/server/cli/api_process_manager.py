@@ -1,6 +1,6 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes. Each API process listens on its own
-socket (SO_REUSEPORT), so that connections go to the others once one ends. This process's socket reserves the port and
-never listens. A Unix socket is shared by all.
+socket (SO_REUSEPORT), so that after its end connections go to the other processes. This process's socket reserves the
+port and never listens. A Unix socket is shared by all processes.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Background:
         await asyncio.wait([running.task])
         return True
 
-    # Called by other processes
+    # Methods that other processes call
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
         """Waits up to _EVENT_WAIT_SECONDS for new events. Returns the number of events after number `after`, whether

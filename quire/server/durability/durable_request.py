@@ -46,7 +46,7 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 STREAM_ID = "X-Stream-Id"
 """Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Header with fingerprints of everything that computed the stream, if several."""
+"""Header with the fingerprints of everything that has computed the stream, if there are several."""
 
 
 class DurableRequest(ABC):

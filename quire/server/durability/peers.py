@@ -1,4 +1,4 @@
-"""Other API processes of a server with --data-dir."""
+"""Communication with the other API processes of a server with --data-dir."""
 
 from __future__ import annotations
 

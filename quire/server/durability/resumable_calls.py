@@ -204,7 +204,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call` or the end of the request releases the claim
+            return None  # the claim stays until `journal_call` or the request's end
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # the call may have to be started, so the claim stays
@@ -367,7 +367,7 @@ class ResumableCalls:
                 asyncio.to_thread(self._calls.update_progress, notes, self._peers.process_name)
             )
             await asyncio.shield(self._save_future)
-        for owner, id, running in ended_calls:  # until now, only this process had the calls' progress
+        for owner, id, running in ended_calls:  # before the save, only this process had the calls' progress
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
         if is_compacting and self._write_ahead_log is not None:

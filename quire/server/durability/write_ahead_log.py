@@ -108,7 +108,7 @@ class WriteAheadLog:
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Writes one record per step, because one per token would cost more than all else."""
+        """Writes one record for all tokens of a step. One record per token would cost more than everything else."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:

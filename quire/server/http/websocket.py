@@ -16,7 +16,7 @@ from quire.server.http.connection import ConnectionTimeouts
 from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 
 MORE_PIECES_KEY = "quire.more_pieces"
-"""Key of websocket.receive: True if more of the client's message follows."""
+"""Key in a websocket.receive message: True if more pieces of the client's message follow."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
 """Scope key of an asyncio.Event. It is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024

@@ -41,7 +41,7 @@ class WriteBatcher:
 
 
 class BatchingTransport(asyncio.Transport):
-    """Buffers writes until the loop's turn ends, with only the methods that uvicorn uses."""
+    """Buffers writes until the end of the event loop's turn. Has only the methods that uvicorn uses."""
 
     __slots__ = (
         "_buffer",
@@ -68,7 +68,7 @@ class BatchingTransport(asyncio.Transport):
         self._is_client_sending = is_client_sending
         self._buffer = b""
         self._is_lingering = False
-        """True while input is dropped and nothing more is written."""
+        """True after `close` while the client still sends. Its input is dropped, and nothing more is written."""
         self.writable = True
         self.last_chunk_time = 0.0
         """time.monotonic() of the last `write_chunk`."""

@@ -113,7 +113,9 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains`: allowed hosts; *.example.com allows its subdomains, * any. `look_up`: like getaddrinfo."""
+        """`domains` are the allowed hosts: *.example.com allows all subdomains, * allows any host. `look_up` is called
+        like getaddrinfo.
+        """
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)

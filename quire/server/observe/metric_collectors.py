@@ -1,4 +1,4 @@
-"""Metrics read at scrape time."""
+"""Metrics whose values are read when Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """The labels list the adapters of waiting and of running requests. The value is the current time in Unix seconds."""
+    """The labels list the adapters of waiting and running requests. The value is the current time in Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]

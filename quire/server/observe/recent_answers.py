@@ -105,8 +105,8 @@ def _tenant_totals(
     timelines: Mapping[str, Sequence[Timeline]],
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
-    """Returns the largest first. `share` weighs tokens as the scheduler does: an output token counts as
-    OUTPUT_TOKEN_COST prompt tokens.
+    """Returns the tenants with the largest share first. `share` weighs tokens as the scheduler does: an output token
+    counts as OUTPUT_TOKEN_COST prompt tokens.
     """
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:

@@ -38,7 +38,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 unless the engine has ended for good. While the engine can be replaced, this process should not be restarted."""
+    """200 unless the engine has ended for good. While it can be replaced, this process should not be restarted."""
     return Response(status_code=200 if _single_runtime(request).client.alive else 503)
 
 

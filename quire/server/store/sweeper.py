@@ -1,4 +1,4 @@
-"""Deletes data before its space is needed. A response does not expire while a stored one continues it."""
+"""Deletes data before its space is needed. A response does not expire while a later stored response continues it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def always_false() -> bool:
 async def retry_until_written(
     description: str, operation: Callable[[], Awaitable[Result]], should_give_up: Callable[[], bool] = always_false
 ) -> Result:
-    """Repeats `operation` while the disk cannot be written. Raises the disk's error once `should_give_up` returns True."""
+    """Repeats `operation` while the disk refuses writes. Raises the disk's error once `should_give_up` returns True."""
     while True:
         try:
             return await operation()

@@ -37,10 +37,10 @@ CLEARED_API_KEYS: dict[str, object] = {
     "admin_api_key": [],
     "metrics_api_key": [],
 }
-"""Keys are hidden from workers, because they run callers' templates."""
+"""API keys are removed from the workers' configuration, because workers run callers' templates."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""When a worker's allocation fails, Rust ends the process. With backtraces, it first allocates memory under a lock, and
-deadlocks.
+"""When a worker's allocation fails, Rust ends the process. With backtraces, Rust would first allocate memory under a
+lock, and deadlock.
 """
 WORKER_MEMORY_BYTES = 256 << 20
 """A worker's memory may grow by this much, plus twice the body's size, for one body."""

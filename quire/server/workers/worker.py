@@ -157,7 +157,7 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Writable memory of this process only, limited by RLIMIT_DATA."""
+    """Returns the writable memory of this process only, which RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 

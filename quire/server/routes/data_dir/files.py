@@ -124,7 +124,7 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # a new data process has no reservations
+        with suppress(sqlite3.OperationalError):  # a new owner of the data has no reservations
             await asyncio.to_thread(self._files.release, self.id)
 
 
@@ -138,7 +138,7 @@ def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: Bina
         runner.files.add(owner, file)
         is_kept = True
     except StoreUnreachable:
-        is_kept = True  # the silent data process may have added the file
+        is_kept = True  # the process that owns the data may have added the file
         raise
     finally:
         if not is_kept:

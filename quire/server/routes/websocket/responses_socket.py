@@ -143,7 +143,7 @@ class ResponsesSocket:
         with suppress(RuntimeError, WebSocketDisconnect):  # the client has left
             await self._websocket.close(close_code)
 
-    # The end
+    # Ending the connection
 
     async def _wait_for_end(self) -> None:
         going_away: asyncio.Event = self._websocket.scope.get(GOING_AWAY_SCOPE_KEY) or asyncio.Event()
@@ -164,7 +164,7 @@ class ResponsesSocket:
         if self._last_event and not reading.done():
             await self._send_text(self._last_event)
 
-    # Events
+    # Reading events
 
     async def _read_events(self) -> CloseCode:
         while self._num_malformed < MAX_MALFORMED_EVENTS:
@@ -210,7 +210,7 @@ class ResponsesSocket:
         else:
             self._lanes.add_event(event)
 
-    # Answers
+    # Answering events
 
     async def _answer(self, lane: Lane, event: CreateEvent) -> None:
         relay = EventRelay(self._send_text, lane.stream_id)
