@@ -76,7 +76,9 @@ class RateLimits:
             self._request_bucket.withdraw(1)
 
     def reserve_tokens(self, tokens: int) -> TokenReservation:
-        """`tokens` is the most that the request can use, including its prompt."""
+        """`tokens` is the most that the request can use, including its prompt. Raises RateLimited also if it exceeds a
+        minute's amount.
+        """
         if self._token_bucket is not None:
             limit = self._token_bucket.per_minute
             if tokens > limit:

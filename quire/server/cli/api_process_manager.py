@@ -39,7 +39,9 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""Number of processes with the same number that may end in succession before they have served."""
+"""The server ends after this many processes in a row, each of which replaced the last one, have ended before they
+served.
+"""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0

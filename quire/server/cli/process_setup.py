@@ -64,8 +64,8 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal` in the loop for SIGINT, SIGTERM and SIGHUP. After the block, SIGHUP is ignored and the other
-    two end the process at once.
+    """Calls `on_signal` in the loop for SIGINT, SIGTERM and, unless it was ignored before (nohup), SIGHUP. After the
+    block, SIGHUP is ignored and the other two end the process at once.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it

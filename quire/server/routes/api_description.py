@@ -11,7 +11,9 @@ REFERENCES = "#/components/schemas/{model}"
 
 
 class BodySchema(dict[str, Any]):
-    """`openapi_extra` of a route that parses its body itself. The body matches one of these models."""
+    """`openapi_extra` of a route that parses its body itself. A body must match one of the models passed to the
+    constructor.
+    """
 
     def __init__(self, *models: type[BaseModel]) -> None:
         references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]

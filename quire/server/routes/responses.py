@@ -160,7 +160,7 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
-    """Calls `method` with the request's owner and `args`, in a thread, so that it may block."""
+    """Calls `method` with the request's owner and `args` in a thread, so that `method` may block."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPEN_BATCHES_KEY = "open"
-"""Key in `counts` of the number of open batches, for which ended processes do not count."""
+"""Key of `counts` for the number of open batches. Ended processes do not contribute to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ EvictStep = Callable[[sqlite3.Connection, int], bool]
 be deleted.
 """
 HARD_LIMIT_RATIO = 1.1
-"""With `max_steps`, `make_room` lets the used bytes grow to this multiple of the bound."""
+"""`make_room` with `max_steps` may stop while the used bytes are above the bound, up to this multiple of it."""
 LOW_WATER_RATIO = 0.95
 """Background eviction goes down to this share of the bound, which leaves room for new data."""
 
