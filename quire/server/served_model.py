@@ -84,8 +84,8 @@ class ServedModel(ServedModelSpec):
     created: int = 0
     """Unix seconds."""
     fingerprint: str = ""
-    """OpenAI's system_fingerprint. If it is equal and ends in `deterministic`, requests with equal seeds get equal
-    tokens.
+    """OpenAI's system_fingerprint. If it is the same and ends in `deterministic`, equal requests with equal seeds get
+    equal tokens.
     """
     expendable: bool = False
     """True if this process may be killed at any time, so that it can also do work that may never end."""

@@ -92,8 +92,8 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit as far as the system allows. Warns if few connections are possible. Raises ConfigError if
-    the limit is too low to start.
+    """Raises the soft limit as far as the system allows, up to _MAX_OPEN_FILES. Warns if few connections are possible.
+    Raises ConfigError if the limit is too low to start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)

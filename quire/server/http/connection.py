@@ -196,7 +196,7 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests are waiting on this connection")
         if not self.url.startswith(b"/") and b"://" in self.url:
-            # The host of an absolute target replaces the header's (RFC 9112, 3.2.2).
+            # The host of an absolute target replaces that of the header Host (RFC 9112, 3.2.2).
             authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
             self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()

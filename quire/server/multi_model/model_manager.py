@@ -144,8 +144,8 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """Counts an open request of `member` during the block, so that it is woken and kept awake. If the memory limit
-        does not suffice for all requested models, they are awake in turns.
+        """Counts an open request of `member` during the block, so that `member` is woken and kept awake. If the memory
+        limit does not suffice for all requested models, they are awake in turns.
         """
         member.num_open += 1
         member.last_used_at = clock.monotonic()

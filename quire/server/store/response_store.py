@@ -1,5 +1,5 @@
-"""Objects and items are stored as rows with their JSON in answers, because most requests only copy bytes and read one
-page.
+"""Each object and each item is a row whose JSON is copied into answers unchanged, because most requests only copy bytes
+and read one page.
 """
 
 from __future__ import annotations

@@ -117,5 +117,5 @@ class Estimate:
             return None
         read = self.weight_bytes * sizes.weight_fraction_read(tokens)
         parts = -(-tokens // self.block_needs.max_chunk_tokens)
-        waits = (parts + machine.stages - 1) / parts  # until the first part reaches the last stage
+        waits = (parts + machine.stages - 1) / parts  # a pipeline fills until the first part reaches the last stage
         return max(sizes.prefill_flops(tokens) / machine.flops, read / machine.bandwidth) / machine.count * waits
