@@ -17,7 +17,7 @@ from quire.server.encoding import encode_ascii_json
 from quire.server.shared_capacity import BytesByOwner
 
 BLOCK_TOKENS = 16
-"""Tokens per digest of a prompt."""
+"""Number of prompt tokens that each digest in `PromptFingerprint.blocks` covers."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20

@@ -1,7 +1,8 @@
-"""Numbers a stream's events, so that it can resume where its reader was cut off.
-A resumable request always has the same events: before the first token, per choice, and at the end. An id counts each of
-these kinds: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted separately, because
-their interleaving may change.
+"""Numbers a stream's events, so that the stream can resume where its reader was cut off.
+
+A resumable request always has the same events: before the first token, per choice, and at the end. An id has a count
+for each of these kinds: `chatcmpl-…:1.7.0` follows the first 7 events of the only choice. Choices are counted
+separately, because their interleaving may change.
 """
 
 from __future__ import annotations

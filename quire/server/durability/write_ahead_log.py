@@ -35,7 +35,7 @@ _RECORD_HEADER = struct.Struct("<II")
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
 """Record of earlier versions: 0 instead of a length, a checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
-"""XORed into the checksum of such records, so that a record of zeros is invalid."""
+"""XORed into the checksum of a _LEGACY_TOKEN_RECORD, so that a record of zeros is invalid."""
 _NUMBER_TYPECODE = "I"
 
 

@@ -330,7 +330,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
-        """Tells the request that is being answered, even if later requests have arrived."""
+        """Tells the application that the client has left, even if later requests have arrived."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()

@@ -13,7 +13,7 @@ from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 MAX_TRANSACTION_ROWS = 128
 """Maximum rows that a transaction deletes, or inserts for a large object."""
 MAX_TRANSACTION_BYTES = 512 << 10
-"""Maximum bytes of these rows, except that a single row may be larger."""
+"""Maximum bytes of the rows that a transaction deletes or inserts, except that a single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
 """Maximum objects that a transaction deletes. It is smaller than MAX_TRANSACTION_ROWS, because each object has several
 index entries.

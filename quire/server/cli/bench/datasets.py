@@ -16,7 +16,8 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""This limit of a prompt with its answer and the limit of a prompt above are vLLM's, so that figures are comparable."""
+"""vLLM's limit of a prompt together with its answer, so that figures are comparable. _MAX_PROMPT_TOKENS is vLLM's too.
+"""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 

@@ -67,7 +67,7 @@ UPLOAD_FORM_SCHEMA = {
 
 @router.post("/v1/files", response_model=None, openapi_extra={"requestBody": UPLOAD_FORM_SCHEMA})
 async def upload_file(request: Request) -> Response:
-    """Keep a file, in the fields `file` and `purpose` of a form."""
+    """Store a file. The request is a form with the fields `file` and `purpose`."""
     runner, owner = require_batch_runner(request), owner_of(request)
     _check_origin(request)
     if not runner.uploads.has_room(owner, 1):
