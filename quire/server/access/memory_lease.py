@@ -17,7 +17,7 @@ _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """Counts the memory of one request in a budget that all requests share. A lease of up to `uncounted_bytes` is free."""
+    """Counts the memory of one request in a budget that all requests share. A lease up to `uncounted_bytes` is free."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
