@@ -47,8 +47,8 @@ class BodyTimeouts:
     wait_seconds: float = 10.0
     check_interval: float = 0.5
     slow_after: float = 2.0
-    """After this time, while other bodies wait for memory, a body is cut off if at its pace so far it would take longer
-    than half of `wait_seconds` as a whole.
+    """After this time, while other bodies wait for memory, a body that arrives too slowly is cut off. It is too slow if
+    at its average pace so far it takes longer than half of `wait_seconds`.
     """
     total_seconds: float = 300.0
     """Suffices for 16 MiB at 56 KiB/s. Without this limit, slower senders could occupy the budget for hours."""

@@ -1,5 +1,6 @@
-"""Limits how many batch lines run, so that other requests are hardly delayed. Lines start one by one, but not while
-another request waits for its first token, and only as many run as hardly lengthen the measured steps.
+"""Limits how many batch lines run, so that other requests are hardly delayed. Lines start one by one, and not while
+another request waits for its first token. The number of running lines stays so small that the measured steps take
+hardly longer.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """The manager sends it to an API process's stdin as a line of JSON."""
+    """The manager sends a setup to each API process's stdin, as one line of JSON."""
 
     config: str
     hub: str

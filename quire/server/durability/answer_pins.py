@@ -31,9 +31,9 @@ class ComputeIdentity:
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """Returns the journaled identity if the answer is resumed. Otherwise returns `fresh`; unless the request is a beam
-    search or `is_journaled` is False, with a seed, so that the answer can be recomputed. `is_journaled`: tokens are
-    reproducible, or all are logged.
+    """Returns the journaled identity if the answer is resumed, otherwise `fresh`. A seed is added to `fresh`, so that
+    the answer can be recomputed, unless the request is a beam search or `is_journaled` is False. `is_journaled`: tokens
+    are reproducible, or all are logged.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:

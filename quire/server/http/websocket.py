@@ -32,9 +32,9 @@ _CLOSE_SECONDS = 2.0
 
 
 class WebSocketConnection(WSProtocol):
-    """Passes messages to the application in pieces, which it can refuse, and lets it close the connection when the
-    server stops. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients
-    that do not read, and cuts off open answers when the server stops.
+    """Passes messages in pieces to the application, which can refuse them. When the server stops, lets the application
+    close the connection. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for
+    clients that do not read, and cuts off open answers when the server stops.
     """
 
     transport: BatchingTransport

@@ -31,7 +31,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
-    """Like /health, but 503 while the engine sleeps or its weights change: 200 means that it can answer now."""
+    """Like /health, but 503 while the engine sleeps or its weights change: 200 means that the engine can answer now."""
     runtime = _single_runtime(request)
     return Response(status_code=200 if runtime.client.responsive and not runtime.admission.is_draining else 503)
 

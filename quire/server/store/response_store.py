@@ -205,7 +205,7 @@ class Store:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """Marks a response as failed that no process can continue. Its items stay."""
+        """Marks as failed a response that no process can continue. Its items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return

@@ -15,7 +15,7 @@ from quire.server.access.tenants import Tenant
 LARGE_BYTES = 1 << 16
 """Jobs of this size or more never use all workers at the same time."""
 _BYTES_PER_SECOND = 1e6
-"""In its kind, a job counts as arriving one second later per this many bytes, so that large jobs do not delay small
+"""Within its kind, a job counts as arriving one second later per this many bytes, so that large jobs do not delay small
 ones.
 """
 

@@ -56,7 +56,7 @@ class Machine:
     replicas: int = 1
     """Replicas on this machine. Each has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
-    """None if they are unknown, or those of another machine."""
+    """None if the machine is another one, or if its GPUs are unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
     nodes: int = 1
 

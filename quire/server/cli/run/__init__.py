@@ -300,7 +300,7 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Returns the requested ids that the output has answers of, and those that were permanently refused. Raises
+    """Returns the requested ids that are answered in the output, and those that are permanently refused there. Raises
     ConfigError if the output is not writable, or has results without --resume.
     """
     output: Path = args.output

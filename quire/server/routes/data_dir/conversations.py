@@ -1,4 +1,4 @@
-"""Conversations. A response that names one appends its own items to it."""
+"""Conversations. A response that names a conversation appends its own items to the conversation."""
 
 from __future__ import annotations
 

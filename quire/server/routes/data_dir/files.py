@@ -130,7 +130,7 @@ class _UploadSpaceReserver:
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
     """Runs in one thread, so that it finishes even if the caller gives up. Deletes the content after an error, except
-    after StoreUnreachable, because the file may have been added.
+    after StoreUnreachable, because the data's owner may then have added the file.
     """
     is_kept = False
     try:
