@@ -27,8 +27,8 @@ def create_app(
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
     """Builds the application for a single model. The app's lifespan starts and stops the client, and raises the errors
-    of `open_runtime`. This function itself raises the errors of `build_app`. `link` is passed to `build_app`, except
-    that the link is the client's engine core if this is a SharedClient.
+    of `open_runtime`. This function itself raises the errors of `build_app`, to which it passes `link`. If the client's
+    engine core is a SharedClient, it passes this engine core instead.
     """
     config = source.config
     tenants = Tenants(config)

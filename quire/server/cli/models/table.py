@@ -41,9 +41,13 @@ class ModelRow:
     parameters: int
     memory: int
     context: int
-    """Context length in tokens that fits; 0 if none fits or the model is not served."""
+    """Context length in tokens that fits; 0 if less than CONTEXT_TOKENS and the model's maximum fits, or if the model
+    is not served.
+    """
     speed: float | None
-    """Maximum tokens per second; None: encoder."""
+    """Maximum tokens per second of one stream. None if the model is not for chat or code, or the machine's speed is
+    unknown.
+    """
 
 
 def main(argv: Sequence[str], started: float) -> int:
