@@ -35,7 +35,9 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Time for the parent to read the error; its imports are slow."""
+"""Milliseconds for which the process waits until the parent has read the error. The parent may still be importing
+modules.
+"""
 
 
 class EngineChange(NamedTuple):
@@ -78,7 +80,9 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Serve the engine until the process ends with its parent. Returns only if the engine cannot start."""
+    """Serve the engine until the process ends with its parent. If the engine cannot start, or fails later, send the
+    error to the parent and return 1.
+    """
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -121,7 +125,9 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all waiting messages. If the engine is idle, warm up or wait for a message. Return a requested change."""
+    """Handle all waiting messages. While the engine is idle, run warm-ups and wait for a request or an abort. Return a
+    change of the engine if a call requests one, otherwise None.
+    """
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -155,10 +161,12 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Return the id of the call that built the engine, the new configuration and the engine."""
+    """Wait without an engine until a call loads weights. If that fails, report the error to the caller and wait again.
+    Return the call's id, the new configuration and the new engine.
+    """
     while True:
         call = decode_to_engine(socket.recv())
-        if not isinstance(call, UtilityCall):  # a message sent before the sleep began
+        if not isinstance(call, UtilityCall):  # ignored, because it was sent before the sleep began
             continue
         if call.method == EngineCoreMethods.reset_prefix_cache.__name__ and config.kv_offload_dir is not None:
             delete_kv_blocks(config.kv_offload_dir)

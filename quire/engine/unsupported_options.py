@@ -66,7 +66,9 @@ def flag_aliases() -> Mapping[str, str]:
 
 
 def find_foreign_flag(name: str) -> ForeignFlag | None:
-    """Finds a flag of another program. `no-X` is harmless if X is such a flag, unless the table lists `no-X`."""
+    """Finds a flag of another program. If the table lists X as a flag without a value, and does not list `no-X`, then
+    `no-X` is harmless.
+    """
     table = foreign_flags()
     if name in table:
         return table[name]
@@ -77,8 +79,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """Why an option of vLLM's `LLM` changes nothing; "" if Quire has it, does not know it, or would have to act. The
-    value None requests nothing; False means `--no-…`.
+    """Why an option of vLLM's `LLM` changes nothing; "" if Quire has the option, does not know it, or cannot do what
+    the value asks for. The value None asks for nothing. False stands for `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (

@@ -1,6 +1,6 @@
 """`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0 at its store and ends with its engine. Then a new process joins the next
+Each rank is a process that joins machine 0's engine and ends when that engine ends. Then a new process joins the next
 engine.
 """
 

@@ -33,9 +33,9 @@ from quire.engine.offline.task_outputs import stream_outputs
 class AsyncLLM(LLMBase):
     """Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`.
 
-    The engine has its own process, which starts when the object is created, and serves one event loop. `start()` or the
-    first call waits until the engine is ready. If its process dies, it is replaced, and open streams continue with no
-    token lost or changed. Close the object with `await llm.close()` or `async with`.
+    The engine has its own process, which starts when the object is created. All calls must come from one event loop.
+    `start()` or the first call waits until the engine is ready. If its process dies, it is replaced, and open streams
+    continue with no token lost or changed. Close the object with `await llm.close()` or `async with`.
     """
 
     @with_config_docs

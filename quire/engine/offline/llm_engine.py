@@ -93,7 +93,7 @@ class LLMEngine:
     what LLM's does.
 
     The engine has its own thread, so a step returns everything since the last step, maybe several tokens of a request.
-    Use this object from one thread. It ignores requests of an LLM's own methods.
+    Use this object from one thread. `step` returns no outputs of requests that an LLM's own methods submit.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
@@ -242,7 +242,7 @@ async def _queue_outputs(
     try:
         async for output in work:
             output_queue.put((request, replace(output, request_id=request.id)))
-    except Exception as error:  # otherwise lost in this task
+    except Exception as error:  # an exception in this task would otherwise be lost
         output_queue.put((request, error))
 
 

@@ -210,7 +210,9 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the output kind of `params`. Raises InvalidRequest. Call `check_prompt` too."""
+        """`kind` overrides the output kind of `params`. Raises InvalidRequest. Does not check the prompt's token ids
+        and length; call `check_prompt` for that.
+        """
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -256,7 +258,7 @@ _VLLM_ALTERNATIVES = {
 
 
 class LLMBase:
-    if not TYPE_CHECKING:  # type checkers would accept every name
+    if not TYPE_CHECKING:  # with __getattr__, type checkers would accept every name
 
         def __getattr__(self, name: str) -> object:
             hint = f": {_VLLM_ALTERNATIVES[name]}" if name in _VLLM_ALTERNATIVES else ""

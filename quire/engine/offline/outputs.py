@@ -58,7 +58,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds."""
+        """Seconds from queuing to the first token."""
         return self.first_token_ts - self.queued_ts
 
 
@@ -103,7 +103,9 @@ class BeamSearchOutput:
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
-    """The sampled token comes first. `listed`: the other tokens are logprob_token_ids."""
+    """Return log probabilities keyed by token id, the sampled token first. `listed`: the other tokens are
+    logprob_token_ids, so their ranks are unknown.
+    """
     logprobs = {
         logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
     }

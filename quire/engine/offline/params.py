@@ -91,11 +91,13 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     """XGrammar's structural tag: an object or JSON text with `format`, or with `structures` and `triggers`."""
     disable_fallback: bool = False
-    """Has no effect, like the next field, because there is only one backend, and it allows at most one space."""
+    """Has no effect, like `disable_any_whitespace`, because there is only one backend, and it allows at most one space
+    after a comma or colon.
+    """
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """If True, schema objects with `properties` allow no others unless they mention them. If False, they allow any
-    others, as JSON Schema defines.
+    """If True, a schema object with `properties` allows no other properties, unless it has a keyword for them, such as
+    additionalProperties. If False, it allows any others, as JSON Schema defines.
     """
 
     def __post_init__(self) -> None:

@@ -34,7 +34,9 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """Result for a prompt or a pair of texts. If two embeddings were compared, there is no prompt."""
+    """Result for a prompt or a pair of texts. If two embeddings were compared, `prompt` is None and `prompt_token_ids`
+    is empty.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -61,8 +63,8 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Encode pairs as prompts of at most `limit` tokens, for a model with one label, whose score counts. Raises
-    InvalidRequest.
+    """Encode pairs as prompts of at most `limit` tokens. The score of a pair is that of the model's only label. Raises
+    InvalidRequest if the model has another number of labels, or `limit` leaves no room for text.
     """
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)

@@ -29,7 +29,9 @@ MAX_TENANT_BYTES = 16 << 20
 MAX_TOTAL_BYTES = 64 << 20
 """Above this, the tenant whose last request is oldest loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""The next turn may lack this many tokens at the prompt's end, because they start the answer."""
+"""Fewer than this many tokens at a prompt's end may be missing from the next turn's prompt, because they belong to the
+start of the answer.
+"""
 _NUM_CONTEXT_TOKENS = 24
 
 
@@ -227,8 +229,9 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Counts missed tokens by reason. Also returns whether `load`, the number of tokens computed for the tenant,
-        explains evictions.
+        """Counts missed tokens by reason. Also returns True if, since the visit of a piece that was evicted, the
+        tenant's own requests computed enough tokens to fill the engine's cache. `load`: number of tokens ever computed
+        for the tenant.
         """
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
@@ -274,9 +277,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Returns the first difference from the nearest earlier sequence; how many later tokens both share; that
-        sequence's visit if the prompt continues its conversation; and whether both prompts have the same end. If so,
-        one is a rewritten form of the other.
+        """Returns the first difference from the nearest earlier sequence; how many tokens after it both share, of those
+        that the cache may have; the earlier sequence's visit, or None if the prompt does not continue its conversation;
+        and True if both prompts have the same end, so that one is a rewritten form of the other.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(

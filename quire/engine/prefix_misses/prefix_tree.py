@@ -78,12 +78,14 @@ class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
     """One for each leading piece that was visited in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """The latest visit of each later piece that is in the tree."""
+    """For each piece after `matched_visits`, up to the first that is not in the tree: its latest visit in any
+    namespace.
+    """
     num_tail_tokens: int = 0
-    """Number of tokens after `matched_visits` that the nearest sequence shares."""
+    """Number of tokens after `matched_visits` that the nearest sequence shares with the prompt."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """Nearest first. Empty if an earlier sequence ends here, or the prompt does."""
+    """Nearest first. Empty if the prompt continues an earlier sequence, or an earlier sequence continues the prompt."""
 
     @property
     def num_common_tokens(self) -> int:

@@ -26,8 +26,9 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could compute, without those in which one of its threads waited for a
-    processor or a disk. So an engine that is slow on an overloaded machine does not count as hanging.
+    """Counts the seconds in which a process could compute: wall-clock time minus the longest time that one of its
+    threads waited for a processor or a disk. So an engine that is slow on an overloaded machine does not count as
+    hanging.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
@@ -47,9 +48,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Adds `elapsed` wall-clock seconds; with `inspect`, minus the time in which threads waited. An inspection
-        reads two files per thread. The first one after a pause subtracts nothing. The kernel reports a wait only when
-        it is over, so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long threads have waited (two files per
+        thread), and subtracts the longest wait since the first inspection after a call without `inspect`. The kernel
+        reports a wait only when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed

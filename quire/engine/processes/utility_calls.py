@@ -19,7 +19,7 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Call id of the result that reports a process's start, which may also fail later."""
+"""Call id of the result that a process sends when it has started, cannot start, or ends because of a later error."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode

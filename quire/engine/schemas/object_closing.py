@@ -43,7 +43,9 @@ _COUPLED_KEYWORDS = (
 )
 """Keywords of a set depend on each other, so they stay together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Limits of the number of merged schemas and properties, because alternatives multiply."""
+"""Merging and copying may take _MIN_STEPS, and _STEPS_PER_SCHEMA for each schema in the document. There is a limit
+because alternatives multiply. Beyond it, UndecidableSchema is raised.
+"""
 
 
 class ClosedSchema(NamedTuple):
@@ -297,7 +299,9 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: no other schema names properties that are additional here. `lists`: no other schema has items."""
+        """`rest`: True if no other schema names properties that this schema lacks, so that its schemas for unnamed
+        properties can be closed. `lists`: True if no other schema has keywords for items.
+        """
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 
@@ -334,7 +338,9 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Properties that may be objects get the schema `true`, because the alternatives describe them."""
+        """Returns a schema that lists the properties of `parts.plain_schemas`; {} if there are none. Properties that
+        may be objects or lists get the schema `true`, because the alternatives, which apply too, describe them.
+        """
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}

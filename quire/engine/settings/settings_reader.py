@@ -140,8 +140,8 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Read variables by which PyTorch launchers such as torchrun identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine, because a program that torchrun
-    started may have its own model.
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Returns {} if `nnodes` is 1, because then each program that
+    torchrun started may serve a model of its own.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

@@ -142,7 +142,9 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """Tokens of the forced text. The answer's last token may instead extend beyond that text."""
+    """Return tokens of the text that the grammar forces. They are not certain, because the model may end that text with
+    a longer token, which extends beyond it.
+    """
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
@@ -154,7 +156,9 @@ def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: 
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """Consume a token, which may lack spaces that the grammar forces. If False, the matcher is unusable."""
+    """Consume a token, which may lack spaces that the grammar forces. Return False if the grammar does not allow the
+    token; then the matcher is unusable.
+    """
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

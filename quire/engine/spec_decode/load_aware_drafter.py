@@ -1,5 +1,5 @@
-"""Under load only nearly certain drafts pay, which are those after long matches. So a request drafts only now and then,
-and after a step that verified its drafts.
+"""Under load, only drafts that are almost certainly accepted save time, such as drafts after long matches. So a request
+without a grammar drafts only now and then, and directly after a step that verified a draft of the request.
 """
 
 from __future__ import annotations

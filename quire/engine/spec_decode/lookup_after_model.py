@@ -24,8 +24,8 @@ class LookupAfterModelDrafter(Drafter):
     """Joins drafts of a model and a lookup. Skips the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter` drafts with the model, and limits its own tokens. `max_drafts`: maximum per request and step, of
-        both together.
+        """`drafter` drafts with the model, and limits how many tokens it drafts. `max_drafts`: maximum per request and
+        step, of both together.
         """
         self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
@@ -65,8 +65,8 @@ class LookupAfterModelDrafter(Drafter):
         self._lookup.forget_request(request)
 
     def _prefers_lookup(self, request: Request, lookup_draft: Draft) -> bool:
-        """True if the lookup's tokens are accepted at least as often. The unused source counts as untried, so that it
-        gets another chance.
+        """True if the lookup's tokens are accepted at least as often. The counts of the other source, model or lookup,
+        decay, so that it gets another chance.
         """
         if not lookup_draft.token_ids:
             return False

@@ -1,5 +1,6 @@
-"""Drafts by a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
-that its sampled tokens match the served model's, too. Its KV blocks have the same ids as the served model's.
+"""Drafts by a smaller model (Leviathan et al., 2023). The draft model samples with the request's parameters and random
+numbers. So its tokens often equal the served model's even if they are sampled. Its KV blocks have the same ids as the
+served model's.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """Plan what the draft model must compute. It counts as computed from now on."""
+        """Plan which tokens of the request the draft model computes next, at most `budget`. From now on they count as
+        computed.
+        """
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -118,7 +121,7 @@ class ModelDrafter(TokenwiseDrafter):
             if state is None
             else _num_tokens_with_matching_drafts(state, request)
         )
-        if state is None and num_computed == num_known:  # blocks hold states, so a new slot starts after a full block
+        if state is None and num_computed == num_known:  # a new slot starts after a full block, which may hold a state
             num_computed -= self._blocks.block_size
         start = min(num_computed, num_known - 1)
         count = min(num_known - start, budget)
@@ -162,8 +165,8 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """Record hashes of full blocks. The last blocks may contain drafts after tokens [begin, end), so they have
-        none.
+        """Record hashes of the full blocks that tokens [begin, end) belong to. Later blocks lose their hashes, because
+        they may contain drafts.
         """
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
@@ -175,7 +178,7 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """Number of tokens known when the draft model ran, plus the correct drafts after them."""
+    """Number of tokens that the draft model has computed for the request, plus the correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:

@@ -42,7 +42,7 @@ class BlockLoad:
     cached_blocks: list[int]
     blocks: list[int]
     digests: list[Sequence[bytes]]
-    """For each block: the hashes of its beginnings, then its own."""
+    """For each block: the hashes of its beginnings, then the hash of the whole block."""
     tiers: list[str]
     began_at: float
     generation: int

@@ -52,8 +52,8 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Requests that compute missing blocks instead of loading them again, because other requests may take loaded
-        blocks repeatedly.
+        """Ids of requests that have already waited for a load. They compute blocks that are still missing, because
+        other requests might take loaded blocks again and again.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
@@ -127,7 +127,10 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """If the model needs snapshots, choose only blocks up to one. Reserve a slot for a snapshot from a tier."""
+        """Return a snapshot to load, or None, and the number of leading blocks to use. If the model needs snapshots,
+        there must be one after the last of these blocks, on the device or in a tier. Reserves a slot for a snapshot
+        from a tier.
+        """
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:
             return None, len(digests)

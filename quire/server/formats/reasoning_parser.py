@@ -23,8 +23,8 @@ class ReasoningFormat:
     """Marker that starts later spans, if it differs from `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """True if the prompt opens thinking; False if it has an empty thinking, which forbids it; None if the model
-        decides.
+        """True if the prompt ends with the mark that opens thinking; False if it ends with the mark that closes
+        thinking, which forbids more; None if the model decides.
         """
         text = prompt.rstrip()
         if text.endswith(self.begin):
@@ -86,8 +86,9 @@ QUOTE_CHARACTERS = ("`", "'", '"')
 
 class ReasoningParser:
     """Separates reasoning from content. Later spans are searched only before the first of `stops`, which begin tool
-    calls, because arguments contain no thinking. Calls within thinking count only if the answer ends with them, because
-    models forget to end their thinking. Possible calls are held back until something follows.
+    calls, because arguments contain no thinking. Models sometimes forget to end their thinking before they call tools,
+    so calls within thinking count if the answer ends with them. Text that may be such calls is held back until
+    something follows.
     """
 
     def __init__(
@@ -209,7 +210,9 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """Returns 0 if the answer ends with calls, which ends the thinking."""
+        """Returns how many characters, from the call marker on, belong to the thinking. Returns 0 if the answer ends
+        with calls; then the thinking ends before the marker.
+        """
         source, end = self._source, self._format.end
         assert self._start_trial is not None
         trial = self._start_trial()

@@ -79,7 +79,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """All deltas except the last have only text."""
+        """True if all deltas except the last have only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(

@@ -12,7 +12,9 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Limit for a whole answer, or for a stream that repeats its log probabilities at the end; they take about 140 MB."""
+"""Maximum number of log probabilities of a whole answer, or of a stream that repeats them at the end. So many take
+about 140 MB.
+"""
 MAX_LOGPROBS_IN_ALL = 2**21
 
 
@@ -95,7 +97,9 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts the log probabilities that whole answers hold in memory, and streams that repeat them at the end."""
+    """Counts the log probabilities that are held in memory for whole answers, and for streams that repeat them at the
+    end.
+    """
 
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}

@@ -39,7 +39,7 @@ QUICK_BYTES, SMALL_BYTES = 1024, 4096
 bodies go to a worker.
 """
 BYTES_PER_TOKEN_ID = 32
-"""Memory that a list entry takes in addition to its bytes in a message."""
+"""Bytes of memory that a token id in a copied parameter takes in addition to its bytes in a pickled message."""
 
 
 async def resolve_body(

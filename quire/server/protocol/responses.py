@@ -128,7 +128,9 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """This response's prompt is compared with the answer's in prompt_cache_diagnostics."""
+    """Id of an earlier response. The field prompt_cache_diagnostics of the answer compares that response's prompt with
+    this request's.
+    """
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False

@@ -11,8 +11,8 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Header that names schemas with objects that allow other properties, because it cannot be decided what these objects
-merge.
+"""Header that names objects in schemas that still allow undeclared properties, because it cannot be decided which
+properties to forbid.
 """
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
 """Header that names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
@@ -25,7 +25,7 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """True for a chat, whose content includes what the model writes around it."""
+    """True for a chat. Its grammar must also allow the delimiters that the model writes around content."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
         """Returns (parameter, grammar) pairs to check. Answers match the last grammar. An empty list allows any text.

@@ -75,7 +75,9 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """Lists one message per path. Of a union's messages, it is the first, or ours about too many entries."""
+    """Lists one message per path, although a union causes several: the last one about too many entries, otherwise the
+    first.
+    """
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)
@@ -85,8 +87,8 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
 
 
 def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
-    """Returns a path such as messages[0].role and the value there, which for a missing field is its object's. Omits the
-    names of union members, which pydantic adds.
+    """Returns a path such as messages[0].role, and the value there. For a missing field, the value is that of the
+    object that lacks the field. Omits the names of union members, which pydantic adds.
     """
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []

@@ -346,8 +346,9 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Rejects much too long texts early. Slices have about as many tokens as the whole. Raises ContextLengthExceeded
-    for 10 % too many, which cuts between words cannot explain. Tokenizing the whole text finds smaller excesses.
+    """Rejects texts that are much too long before they are tokenized as a whole. Tokenizes slices, which together have
+    about as many tokens as the whole text. Raises ContextLengthExceeded if they have over 10 % and one token per slice
+    too many, more than the cuts between slices can explain. Smaller excesses show when the whole text is tokenized.
     """
     if len(text) <= SLICE_CHARACTERS:
         return

@@ -36,10 +36,10 @@ class AnswerForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What a resolver decides about the answer beside the prompts and the sampling parameters."""
+    """What a resolver decides about the answer besides the prompts and the sampling parameters."""
 
     headers: Mapping[str, str]
-    """Response headers that resolving caused, such as those that name ignored parameters."""
+    """Response headers that the resolver adds, such as the one that names ignored parameters."""
     logprobs: bool
     """The answer shows log probabilities. The engine may compute them without this."""
     message_format: RequestMessageFormat | None = None
@@ -54,16 +54,18 @@ class AnswerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestGrammars:
     to_check: Sequence[tuple[str, Grammar]] = ()
-    """Grammars by the body's field that errors name. They are checked in this order; answers match the last one."""
+    """Pairs of a body's field, which errors name, and a grammar. They are checked in this order. Answers match the last
+    grammar.
+    """
     weakenable: AnswerGrammar | None = None
-    """What the last grammar is made from, if it may be weakened where it does not compile."""
+    """What the last grammar is made from, if a weaker one may replace it when it does not compile. Otherwise None."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
     """Response headers that name schemas which the grammar does not enforce in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
-    """It can run once its grammars compile."""
+    """A request that can run once its grammars compile."""
 
     request: GenerationRequest
     form: AnswerForm
@@ -98,7 +100,7 @@ def build_generation(
     options: AnswerOptions,
     grammars: RequestGrammars,
 ) -> ResolvedGeneration:
-    """Build the request that the resolved parts of a body make. `model` is the name that the answer shows.
+    """Build a request from a body and what a resolver made of it. `model` is the name that the answer shows.
 
     Raises InvalidRequest for beam search with a grammar, and for prompt log probabilities or copied parameters that are
     too large.

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Limit for the sum of all pairs outside of workers."""
+"""Maximum number of characters in all pairs together. Longer pairs are encoded only in a worker."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 

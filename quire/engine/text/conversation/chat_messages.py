@@ -21,7 +21,7 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
-    """Text of a content part; a refusal's is in `refusal`."""
+    """Returns a content part's `text` or, if that is missing, its `refusal`."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 
@@ -44,7 +44,9 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """Fills all reasoning fields. Tool arguments become objects or, with `text_arguments`, JSON strings."""
+    """Copies the reasoning to all of REASONING_FIELDS that are missing. Tool arguments become objects or, with
+    `text_arguments`, JSON strings. Arguments that are not JSON stay unchanged.
+    """
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):

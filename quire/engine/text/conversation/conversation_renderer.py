@@ -47,8 +47,8 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest that names messages[i] if no rule renders it (unless `allow_missing`), or if it needs a
-        rule (without `adapt`).
+        """Raises InvalidRequest, which names messages[i], if that message needs a rule although `adapt` is False, if no
+        rule makes the template accept it, or if its text is missing from the prompt although `allow_missing` is False.
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None

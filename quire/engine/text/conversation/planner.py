@@ -29,7 +29,9 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Rules after which the template accepts one of these continuations are preferred."""
+"""Usual continuations, keyed by the role of the last message. Rules after which the template accepts one of them are
+preferred.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class ConversationPlanner:
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
         """Returns the first rule that the template accepts together with a usual continuation, otherwise the first that
-        it accepts. False: it accepts none, and the unit stays unchanged.
+        it accepts, otherwise one with which it omits only the calls' arguments. Returns (AS_SENT, False) if there is
+        none; then the unit stays unchanged.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None

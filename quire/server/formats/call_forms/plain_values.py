@@ -31,8 +31,8 @@ def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpe
 
 
 def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
-    """If the schema allows strings, the text is another value only if the schema allows that value and the template
-    would write it exactly like this. Otherwise, or if any type is allowed, the text is a string only if it is not a
+    """If the schema allows strings but not any type, the text is a string, unless it is a literal without surrounding
+    whitespace whose value has another type that the schema allows. Otherwise, the text is a string only if it is not a
     JSON or Python literal.
     """
     kinds = {variant.numeric_merged_type for variant in variants}

@@ -106,7 +106,9 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """Returns the head without the tag around one or all calls, or nothing if no tag with a name remains."""
+    """Returns the call's head without the tag around one call or around all calls, which models may omit. Returns () if
+    what remains does not begin with a tag that contains the name.
+    """
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()

@@ -18,7 +18,9 @@ _LONGEST_LABEL = 16
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """Arguments must be an object, because examples often have none."""
+    """Keys of calls in code blocks. A call must have an object as arguments, because JSON in example code often has a
+    name but no arguments.
+    """
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)

@@ -44,7 +44,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """As in vLLM, returns a dict by token id per token, but None for the first."""
+    """As in vLLM, returns a dict keyed by token id for each prompt token, but None for the first token."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

@@ -74,7 +74,7 @@ class MessagesWriter(OutputPartWriter):
         so_far = self._usage or Usage(self._request.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())
-        )  # cache misses come at the end: unknown after a restart
+        )  # cache misses come at the end, because after a restart they are unknown
         return encode_event("message_start", {"type": "message_start", "message": message})
 
     def part_start_events(self, part: OutputPart) -> bytes:
@@ -135,7 +135,9 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 def stop_reason_fields(
     finish_reason: str | None, stop_reason: int | str | None, request: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic has no reasons for cancelled and repetitive answers, which become max_tokens and end_turn."""
+    """Anthropic has no reasons for cancelled and repetitive answers. Their reasons are max_tokens and end_turn,
+    respectively.
+    """
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")

@@ -53,7 +53,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replaces `param`, and names with a dot, because they are never ordinary words."""
+    """Replaces `param`, and all names with a dot. Other names may be ordinary words of the message."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)

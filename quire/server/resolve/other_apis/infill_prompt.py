@@ -16,7 +16,7 @@ REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<
 FILE_SEPARATOR_TOKENS = ("<|file_sep|>",)
 PAD_TOKENS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>")
 REPOSITORY_NAME = "myproject\n"
-"""Same text as in llama.cpp, as the next two."""
+"""Same text as in llama.cpp, like the next two constants."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """Used for tokenizers without a file separator."""
