@@ -185,7 +185,7 @@ def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
     """Build an engine with `config`. If that fails, build one with `previous` and return the error. The old engine must
-    have been released. Raises ConfigError if neither can start.
+    have been released. If neither can start, raises the error of `previous`.
     """
     try:
         return config, EngineCore(config, heartbeat), None

@@ -44,7 +44,7 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
 
 @cache
 def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
-    """Flags of `quire serve` that are not options of `LLM`."""
+    """Flags of `quire serve` that are options of vLLM's `LLM`, but not of Quire's."""
     table = _read_table()["programs"]
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 

@@ -90,7 +90,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Restart the rank's process until stopped, or until a rank cannot join."""
+        """Restart the rank's process until stopped, or until a rank cannot join. Then stop the other ranks, too."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)

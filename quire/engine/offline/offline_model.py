@@ -331,7 +331,9 @@ def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _check_message(message: Any) -> dict[str, Any]:
-    """Raises InvalidRequest unless the content is text, or text and image parts."""
+    """Raises InvalidRequest unless the message has a role, and its content is a text, a list of text and image parts,
+    or None.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")

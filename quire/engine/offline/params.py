@@ -59,7 +59,7 @@ class RequestOutputKind(Enum):
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
-    """Let the dataclass's error for an unknown parameter suggest a replacement."""
+    """Make the dataclass's constructor raise InvalidRequest, with a suggestion, for an unknown parameter."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
 

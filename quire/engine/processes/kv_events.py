@@ -114,7 +114,9 @@ class KVEventPublisher:
             self._context.term()
 
     def _open_socket(self, kind: int, endpoint: str, name: str) -> zmq.Socket[bytes]:
-        """Binds addresses of this machine and connects to others, as in vLLM."""
+        """As in vLLM, connects a PUB socket to a tcp:// endpoint without `*` and `::`, and binds all other endpoints.
+        Raises ConfigError.
+        """
         socket = self._context.socket(kind)
         try:
             if kind == zmq.PUB and endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:

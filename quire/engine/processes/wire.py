@@ -27,9 +27,8 @@ class Wire:
         if identity:
             self._socket.set(zmq.IDENTITY, identity)
         if kind == zmq.ROUTER:
-            self._socket.set(
-                zmq.ROUTER_HANDOVER, 1
-            )  # a process that cannot start reports this over a second connection of the same identity
+            # A process that cannot start reports this over a second connection of the same identity.
+            self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._in_turn = 0
         self._turn_began = 0.0
         self.close = self._socket.close

@@ -180,7 +180,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """Return the first difference, or None. Raises InvalidRequest."""
+    """Return the first difference, or None. Raises the errors of `_recompute_segment`."""
     recomputed = await _recompute_segment(receipt, segment, model, client)
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     where = f"choice {choice.index}, " if len(receipt.choices) > 1 else ""

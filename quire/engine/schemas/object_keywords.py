@@ -144,7 +144,7 @@ def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
 
 
 def may_hold_objects(schema: Schema) -> bool:
-    """False only if the values are certainly neither objects nor lists."""
+    """True if values may be objects or lists. False also for `true`, because it describes no properties."""
     if not isinstance(schema, dict):
         return False
     names = named_types(schema)

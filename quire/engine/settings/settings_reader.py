@@ -33,7 +33,8 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """Load settings. Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
+    """Load settings. Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, variables of PyTorch launchers,
+    defaults.
 
     `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set; None
     allows any that do not resemble one of the model's. Raises ConfigError that names each bad value's key and source.

@@ -58,7 +58,7 @@ class NgramIndex:
                     positions[key] = [stored, first + at]
 
     def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
-        """Positions after the longest known n-gram that ends `text`, the latest position first."""
+        """Positions after the longest known n-gram that ends `text`, at most MAX_CANDIDATES, the latest first."""
         for length, positions in self._positions.items():
             if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
                 latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]

@@ -256,7 +256,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Convert llama.cpp's GBNF, which vLLM's users write, to Lark."""
+    """Convert llama.cpp's GBNF, which vLLM's users write, to Lark. Return Lark unchanged. Raises InvalidRequest."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):

@@ -72,8 +72,8 @@ def constraint_grammar(
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """If closing would make a schema too long, it stays open. Raises InvalidRequest for numbers that a grammar would
-    round.
+    """If closing would make a schema too long, it stays open. Raises InvalidRequest for too deep nesting, and for
+    numbers that a grammar would round.
     """
     try:
         check_exact_numbers(schema)

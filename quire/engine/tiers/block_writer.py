@@ -38,7 +38,9 @@ class BlockWriter:
         self.num_forced_copies = 0
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Copy these full blocks, given in a prefix's order. The first ones then count as most recently used."""
+        """Start copying those of the full blocks and state snapshots that some tier lacks. `blocks`: (number, hash) in
+        the prefix's order. The first ones then count as most recently used.
+        """
         new_blocks = []
         for block, digest in reversed(blocks):
             is_stored = [tier.lookup(digest) for tier in self._tiers]  # a lookup counts as a use

@@ -51,8 +51,8 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader | None, list[str]]:
-    """Return the offloader, or None without tiers, and notes. `weight_files` is None if no file has the weights; then a
-    later engine could not verify blocks on disk.
+    """Return the offloader, or None without tiers, and notes. `weight_files` is None if no file has the weights; then
+    only host memory is used, because a later engine could not verify stored blocks. Raises ConfigError.
     """
     if not (settings := requested_tier_setting_names(config)):
         return None, []
@@ -125,7 +125,9 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """Measures the copy of a block. Rewrites block 0, so no request may use the device yet."""
+    """Returns the seconds that _NUM_TRIAL_COPIES copies of a block to the device take. Rewrites block 0, so no request
+    may use the device yet.
+    """
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

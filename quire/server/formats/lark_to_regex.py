@@ -51,7 +51,7 @@ MULTI_IMPORT_STATEMENT = re.compile(r"%import[ \t]+common[ \t]*\(([\w, \t]*)\)[ 
 
 
 def lark_to_regex(grammar: str) -> str:
-    """Returns Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
+    """Returns a regular expression in Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
     rules, terminals = _parse_statements(grammar)
     if "start" not in rules:
         raise InvalidRequest("the grammar has no rule named start")

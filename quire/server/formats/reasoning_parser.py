@@ -56,8 +56,8 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Returns None if thinking is unlimited, as for `tokens` -1. Raises InvalidRequest if the model's marks are not
-    tokens.
+    """Returns None if `tokens` is negative, which means unlimited, or if the prompt forbids thinking. Raises
+    InvalidRequest if the marks that begin and end thinking are not tokens.
     """
     if tokens < 0 or starts_in_thinking is False:
         return None

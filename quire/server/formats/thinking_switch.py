@@ -83,7 +83,9 @@ class ThinkingSwitch:
     def request_variables(
         self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
     ) -> dict[str, Any]:
-        """Effort "none" turns thinking off. Clients' aliases can, too."""
+        """Effort "none" turns thinking off, and another effort turns it on. A boolean alias in `template_kwargs` that
+        is not a variable of the template overrides this.
+        """
         wanted = None if effort is None else effort != "none"
         for name in SWITCH_ALIASES:
             if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):

@@ -65,8 +65,8 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Uses vLLM's names. Times count from the engine's first step for the request. All are None before the
-    first token.
+    """Returns metrics under vLLM's names. The request's queue time ends, and the time to its first token begins, with
+    the engine's first step for it. All are None before the first token.
     """
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
@@ -177,7 +177,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """Also records the prompt after its last choice."""
+        """Records the end of a choice and, after a prompt's last choice, the prompt in the metrics."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(

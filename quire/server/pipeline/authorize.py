@@ -53,7 +53,9 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """The body's request_id or X-Request-Id may set the answer's id."""
+    """`requested_id` is made from the body's request_id or X-Request-Id; it is empty for stored responses. `id` is
+    random.
+    """
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):

@@ -67,7 +67,7 @@ async def parse_request_body(request: Request, body_type: type[BodyType]) -> Bod
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
-    """Raises the errors of GrammarChecker.check_grammars."""
+    """Raises the errors of GrammarChecker.choose_compilable_grammar."""
     if not resolved.grammars.to_check:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)

@@ -147,7 +147,7 @@ async def stream_events(
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
     """Yields events. Steps that arrive while the reader waits are written directly to `transport`, except the first and
-    the last.
+    the last, and except in a stream that repeats its log probabilities at the end.
     """
     generation = running.generation
     resolved = generation.request

@@ -217,7 +217,9 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """If `name` is None, returns the model's default prompt."""
+    """Returns the model's prompt of this name. Without a name, returns the default prompt, or "" if there is none.
+    Raises InvalidRequest.
+    """
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name

@@ -269,8 +269,8 @@ def final_message_text(body: ChatRequest, text: str) -> str:
 
 
 def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
-    """A request's own template must be `trusted`. Raises NeedsWorker for one, because it may never end or may fill the
-    memory.
+    """Raises InvalidRequest for a request's own template unless it is `trusted`, and NeedsWorker because such a
+    template may never end or may fill the memory.
     """
     if chat_template is None:
         return model.chat_formats.renderer

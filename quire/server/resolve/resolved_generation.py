@@ -80,7 +80,9 @@ class ResolvedGeneration:
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
-        """The last grammar, after the checker has accepted it."""
+        """The last grammar as a CheckedGrammar, although nobody has checked it. Only GrammarChecker may use this, after
+        it has accepted the grammar.
+        """
         param, grammar = self.grammars.to_check[-1]
         return CheckedGrammar(param, grammar, self.grammars.schema_headers)
 

@@ -115,7 +115,8 @@ class ChatRenderer:
     ) -> RenderedConversation:
         """Renders a prompt. With continue_final_message, it ends where the last message's content ends.
 
-        Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
+        Raises InvalidRequest for an unknown role, a reserved variable, a missing template, or messages that the
+        template refuses or does not show completely.
         """
         variables = {**self._variables, **(variables or {})}
         for name in sorted(RESERVED_VARIABLES):
@@ -164,7 +165,9 @@ class ChatRenderer:
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
-        """Returns a renderer for a caller's template. Raises InvalidRequest for invalid Jinja."""
+        """Returns a renderer for a caller's template. Raises InvalidRequest if the template is invalid Jinja or never
+        ends.
+        """
         try:
             renderer = ChatRenderer(
                 {"default": source},

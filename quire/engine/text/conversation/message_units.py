@@ -68,7 +68,7 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
-    """Returns a message's calls, including the deprecated `function_call`."""
+    """Returns a message's calls or, if it has none, its deprecated `function_call`."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):

@@ -239,7 +239,7 @@ def _total_format_width(text: Any) -> int:
 
 
 def _result_size_upper_bound(name: str, *values: Any) -> int:
-    """Returns the product of the two largest numbers or lengths."""
+    """Returns the product of the two largest numbers or lengths or, for `replace` with texts, a closer bound."""
     if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         text, old, new = values[:3]
         return (len(text) // max(len(old), 1) + 1) * len(new)

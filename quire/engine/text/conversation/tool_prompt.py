@@ -65,7 +65,9 @@ def fill_missing_descriptions(
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Merges consecutive results and a following user message, because templates may require alternating roles."""
+    """Merges consecutive results and a following user message into one user message, because templates may require
+    alternating roles.
+    """
     result: list[Message] = []
     open_results = False
     for message in messages:

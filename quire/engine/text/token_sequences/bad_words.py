@@ -18,7 +18,7 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
 
 
 def check_allowed_tokens_remain(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-    """Raises InvalidRequest if no token may be first."""
+    """Raises InvalidRequest if `allowed_token_ids` is set and none of its tokens may be first."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words_ids if len(word) == 1}

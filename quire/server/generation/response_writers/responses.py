@@ -173,7 +173,9 @@ class ResponsesWriter(OutputPartWriter):
 
 
 def prompt_cache_diagnostics(diagnosis: CacheDiagnosis) -> dict[str, object]:
-    """Returns "unavailable", as OpenAI's API does, if the earlier prompt is too short for the cache."""
+    """Returns the type "unavailable", as OpenAI's API does, also if a prompt changed and shares no tokens that the
+    cache can reuse.
+    """
     if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
         changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed
         return {
