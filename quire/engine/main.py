@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def block_fault_signals() -> None:
     """Make FAULT_SIGNALS that other processes send wait for `start_fault_signal_reporter`.
 
-    Call this before other threads start, because they inherit the signal mask. A fault of this process still ends it.
+    Call this before other threads start, because they inherit the signal mask. A fault of this process itself still
+    ends the process.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)

@@ -119,7 +119,9 @@ class StructuredOutputsParams:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to generate answers. A wrong field raises InvalidRequest, which names it, on use."""
+    """How to generate answers. The constructor and each use raise InvalidRequest, which names the field, for a wrong
+    value.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -168,7 +170,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    """Number of last prompt tokens to keep; -1: the context length."""
+    """Number of last prompt tokens to keep. -1 keeps as many as leave room for one generated token in the context."""
     detokenize: bool = True
     """If False, answers have no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

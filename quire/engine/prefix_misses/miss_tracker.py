@@ -320,7 +320,9 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """If a conversation's first prompt is repeated, a new conversation begins."""
+    """Returns a prompt's conversation and its turn number, from 1. A repeated prompt keeps its turn number, except that
+    a repeated first prompt begins a new conversation.
+    """
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1

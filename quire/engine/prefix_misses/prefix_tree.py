@@ -44,7 +44,7 @@ class Visit:
     namespace: CacheNamespace
     engine: int
     cache_generation: int
-    """Number of times that the engine had lost its cache."""
+    """Number of times that the engine had lost its cache before this visit."""
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1

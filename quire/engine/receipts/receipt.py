@@ -12,8 +12,8 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides an answer's bits besides the weights. Equal values with equal weights give equal results, bit for
-    bit.
+    """What decides an answer's bits besides the weights. If `deterministic`, equal values with equal weights give equal
+    results, bit for bit.
     """
 
     quire: str

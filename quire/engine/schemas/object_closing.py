@@ -62,7 +62,9 @@ class _ApplicableSchemas:
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
-    """If `by_name`, the first level lists all properties, even if alternatives list them too."""
+    """Returns the schema with its objects closed, or unchanged if it cannot be decided how. If `by_name`, the first
+    level of the schema lists all its properties, even those that alternatives list too.
+    """
     if not isinstance(schema, dict):
         return ClosedSchema(schema, ())
     try:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""The limit is low because the engine repeats this work, and computes nothing else meanwhile."""
+"""Limit of the processor time of a grammar's check. It is low because the engine compiles the grammar again, and
+computes nothing else meanwhile.
+"""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
 r"""Limits of a lexer's states, of 0.5 KB each. A schema of 30 fields needs 800 states, as do 2,000 characters of
@@ -97,7 +99,7 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size`: the model's, which may differ from the tokenizer's."""
+    """`vocab_size`: the model's. If the tokenizer's is larger, it counts instead."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
@@ -109,7 +111,7 @@ class CompiledGrammar:
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
-    """Approximate, because it is measured while compiling."""
+    """Approximate, because it is the growth of the C heap while compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -180,7 +182,7 @@ class GrammarCompiler:
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
-        # Other threads may have allocated memory meanwhile.
+        # The size is limited, because it may include memory that other threads allocated meanwhile.
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
         for cached in list(self._cache):  # frees grammars that only the cache references

@@ -32,7 +32,7 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """Returns the text of vLLM's return_tokens_as_token_ids."""
+        """Returns `token_id:` and the id, as vLLM does with return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 

@@ -99,7 +99,8 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """Rules for what follows a tag's begin, by path. If they were not shared, the grammar would double per level.
+        """Names of rules for what follows a tag's `begin`, keyed by the tag's path. Rules are shared, because otherwise
+        each level of nesting would double the grammar.
         """
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
@@ -108,7 +109,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """Writers of formats that may end in free text. They get the texts that can end it."""
+        """Writers of formats that may end in free text. They get the texts that can end the free text."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,

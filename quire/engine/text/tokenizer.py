@@ -71,7 +71,7 @@ class Tokenizer:
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """First id that the model lacks; None if it has all, as usual."""
+        """First id of the tokenizer that the model lacks. Usually None, because the model has all ids."""
         self.special_tokens = dict(special_tokens)
         """Keyed by role (bos_token, eos_token, ...). Chat templates get these as variables."""
         self.chat_templates = dict(chat_templates)
@@ -144,7 +144,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_id(self) -> int:
-        """-1 if there are no tokens. Takes 0.1 s for 150,000 tokens."""
+        """The largest token id; -1 if there are no tokens. Finding it takes 0.1 s for 150,000 tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

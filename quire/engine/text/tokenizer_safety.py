@@ -123,7 +123,7 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 def main() -> None:
     """Prints a line before it tries each pattern of a JSON list. A slow pattern ends the process."""
-    import tokenizers  # not at the top, because the module's other users need no tokenizers
+    import tokenizers  # imported here, because the module's other users need no tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # this kills the process even while Rust code runs

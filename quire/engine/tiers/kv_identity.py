@@ -81,7 +81,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """The files of weights. Must be constructed before loading, because it records the files' sizes and times."""
+    """The files of weights. Must be constructed before loading, because it records the files' sizes, times and inodes."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"

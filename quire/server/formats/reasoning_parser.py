@@ -75,13 +75,15 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """Returns the marker's token, or the special token that starts it."""
+    """Returns the special token with which the marker begins, otherwise the token that equals the marker, otherwise
+    None.
+    """
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark after one of these is only quoted."""
+"""A mark directly after one of these characters is only quoted, and begins no thinking."""
 
 
 class ReasoningParser:

@@ -57,7 +57,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """References point into `document`."""
+    """A JSON schema. Its references point into `document`."""
 
     schema: Any
     document: Any

@@ -73,7 +73,9 @@ class ThinkingSwitch:
         return NO_SWITCH
 
     def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
-        """An effort replaces the switch's value if the switch is an effort variable."""
+        """Returns the template variables that turn thinking on or off. If an effort is given, the switch's variable is
+        omitted if it is an effort variable.
+        """
         if not thinks:
             return dict(self.off_variables)
         return {

@@ -228,7 +228,7 @@ class GenerationRequest(ResolvedRequest):
     allows_receipt: bool = True
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
-    """Does not contain its model yet. None if later prompts cannot be compared with this one."""
+    """The prompt's fingerprint, still without the model. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
     """Id of the earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()

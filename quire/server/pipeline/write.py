@@ -184,7 +184,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Has few fields, because touching memory costs more than the work per token."""
+    """Writes steps to the transport. It has few fields, because touching memory costs more than the work per token."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

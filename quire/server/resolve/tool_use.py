@@ -190,8 +190,8 @@ def _check_is_tool(name: str, tools_by_name: Mapping[str, Tool]) -> None:
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:
-    """If `format` is None, grammars are not enforced. Raises InvalidRequest if calls cannot follow a custom tool's
-    grammar.
+    """Converts custom tools to functions. If `format` is None, their grammars are not enforced. Raises InvalidRequest
+    if calls cannot follow a custom tool's grammar.
     """
     function_specs = []
     for index, spec in enumerate(tools):

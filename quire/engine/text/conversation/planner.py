@@ -205,7 +205,9 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """Adds a unit to the trial. None if the template then does not show everything."""
+        """Adds a unit of this shape to the made-up conversation. Returns None if the template then does not show all
+        texts.
+        """
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)

@@ -78,7 +78,9 @@ _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
 
 
 class _BoundedIterable:
-    """Counts the rounds of a loop. For `loop.length` it has the original's length, if there is one."""
+    """Counts the rounds of a loop as steps. Its length, which `loop.length` uses, is that of the original iterable, if
+    there is one.
+    """
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
         self._values = values
@@ -146,7 +148,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The parameters' mangled names leave all other names to the template's calls."""
+        """The parameters' names are mangled, so that a template's call may use any name for its own arguments."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)

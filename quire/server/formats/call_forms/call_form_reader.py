@@ -11,7 +11,7 @@ from quire.server.formats.tools.tool_parser import ToolsByName
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
 EXTRA_CALL_SEPARATORS = (";", ",")
-"""Models write these even if the template shows only one call."""
+"""Models write these between calls, even if the template shows only one call."""
 VALID_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 
 

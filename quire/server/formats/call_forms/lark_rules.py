@@ -171,7 +171,9 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Uses a recursive rule, or the rule for JSON if the template writes lists and objects as JSON."""
+        """Returns an expression for any value: a recursive rule or, if the template writes lists and objects as JSON, a
+        rule for JSON.
+        """
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
@@ -187,7 +189,9 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """Ignores patterns in strings inside a JSON string, and in raw strings with double quotes."""
+        """Returns an expression for a string. Ignores the schema's pattern if the string is written inside a JSON
+        string, or raw and in double quotes.
+        """
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)

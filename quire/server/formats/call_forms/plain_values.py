@@ -67,7 +67,9 @@ def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
 def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
-    """Accepts Python literals if `python` is True, or if the template does not write lists and objects as JSON."""
+    """Also accepts Python's lists, tuples and dicts if `python` is True, or if the template does not write lists and
+    objects as JSON.
+    """
     if written in constants:
         return constants[written]
     try:

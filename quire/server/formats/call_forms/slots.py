@@ -1,4 +1,4 @@
-"""Texts with slots. Comparisons go by atoms, so that none ends inside a tag or word."""
+"""Texts with slots. Texts are compared atom by atom, so that no common part ends inside a tag or word."""
 
 from __future__ import annotations
 

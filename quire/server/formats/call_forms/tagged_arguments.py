@@ -36,7 +36,7 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """Strings with markup are CDATA sections."""
+    """True if strings with markup are written as CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
@@ -91,7 +91,7 @@ class TaggedArguments(ArgumentsForm):
 
 
 def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
-    """Accepts any tag of `tail`, because some models forget tags."""
+    """Returns True if any tag of `tail` follows, because some models omit the other tags."""
     for mark in TAG.findall(tail) or [tail]:
         if (yield from is_literal_next(source, mark)):
             return True
@@ -187,7 +187,9 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consumes `end`, and returns the text before it or None. Each `begin` in the text skips one `end`."""
+    """Consumes the text up to and including `end`, and returns the text before `end`. Returns None if the answer ends
+    first. An `end` that belongs to a `begin` inside the text is skipped.
+    """
     start = 0
     while True:
         place = source.text.find(end, start)

@@ -162,7 +162,7 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """Returns the strings' quote, or None if values have no ends of their own."""
+    """Returns the quote around strings, or None if strings are not quoted."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

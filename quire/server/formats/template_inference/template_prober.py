@@ -15,7 +15,7 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
-"""Not in alphabetical order, so that sorting by the template shows."""
+"""Not in alphabetical order, so that a template that sorts keys is noticed."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
 """Mistral's templates refuse ids that are not nine letters and digits."""

@@ -23,11 +23,11 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes special tokens as tokens, the rest as text."""
+"""Writes a literal of a Lark grammar: special tokens as tokens, other text as strings."""
 
 
 class ToolFormat(ABC):
-    """Stateless; its parsers are generators."""
+    """A format of tool calls. It has no state, because its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that start calls. Parsers receive them even if they are special tokens."""

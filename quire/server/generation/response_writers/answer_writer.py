@@ -51,7 +51,9 @@ class AnswerWriter(ABC):
         """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Returns a bytes format for all steps that add only text, if there is one. Its only %b is the text's JSON."""
+        """Returns a bytes format for steps that add only text, whose only %b is the text's JSON. Returns None if there
+        is no such format.
+        """
         return None
 
     @abstractmethod

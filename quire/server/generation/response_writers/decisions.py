@@ -107,14 +107,14 @@ def systemone_api_fields(question: OptionQuestion, shares: Sequence[float]) -> d
 
 
 def choice_confidence(shares: Sequence[float]) -> float:
-    """0: all options are equally likely; 1: one is certain."""
+    """Returns 0 if all options are equally likely, and 1 if one is certain."""
     equal = 1 / len(shares)
     return clamp_probability((max(shares) - equal) / (1 - equal))
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 - d / u: d is the mean distance from the likeliest level, u the mean distance from the middle one if all are
-    equally likely.
+    """Returns 1 - d / u, at least 0: d is the mean distance of a level from the likeliest level, and u the mean
+    distance from the middle level if all levels are equally likely.
     """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])

@@ -173,8 +173,8 @@ class ResponsesWriter(OutputPartWriter):
 
 
 def prompt_cache_diagnostics(diagnosis: CacheDiagnosis) -> dict[str, object]:
-    """Returns the type "unavailable", as OpenAI's API does, also if a prompt changed and shares no tokens that the
-    cache can reuse.
+    """Returns the type "unavailable", as OpenAI's API does, if both prompts cannot be compared, or share no tokens that
+    the cache can reuse.
     """
     if diagnosis.outcome == "changed" and diagnosis.reusable_tokens:
         changed_part = "input" if diagnosis.changed == "messages" else diagnosis.changed

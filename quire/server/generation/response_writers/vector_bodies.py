@@ -1,4 +1,4 @@
-"""Bodies of vector answers. With the arguments before `request` bound, a function is a VectorBodyWriter."""
+"""Writes the bodies of vector answers. Binding the arguments before `request` turns a function into a VectorBodyWriter."""
 
 from __future__ import annotations
 

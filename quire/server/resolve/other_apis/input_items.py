@@ -61,7 +61,7 @@ def turns_from_items(
 
 
 def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
-    """Uses the last turn, unless it has one of `later_fields`."""
+    """Returns the last turn if it is an assistant's and has none of `later_fields`. Otherwise adds a turn."""
     if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
         turns.append({"role": "assistant", "content": []})
     return turns[-1]
