@@ -1,4 +1,6 @@
-"""Only this module, engine_core_process.py and engine_builder import both the torch-free half and the worker."""
+"""Only this module, engine_core_process.py and engine_builder import both the engine's half without torch and the
+worker.
+"""
 
 from __future__ import annotations
 

@@ -168,8 +168,9 @@ class AsyncLLM(LLMBase):
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
     ) -> str:
-        """Switch to the weights of a folder or GGUF file, which need the model's shapes, and return their version.
-        `mode`: see `sleep`. If the weights cannot be served, raises InvalidRequest or ConfigError and changes nothing.
+        """Switch to the weights in a folder or GGUF file, and return their version. The tensors must have the shapes of
+        the model's. `mode`: see `sleep`. If the weights cannot be served, raises InvalidRequest or ConfigError and
+        changes nothing.
         """
         await self.start()
         return await self._weights.update(os.fspath(path), mode, version)

@@ -357,8 +357,8 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Score one text with each of several, or two lists of texts pair by pair: `[0].outputs.score`. For arguments
-        and errors see `embed`.
+        """Score one text against each of several, or two lists of texts pair by pair: `[0].outputs.score`. For
+        arguments and errors see `embed`.
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):

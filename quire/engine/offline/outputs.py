@@ -75,7 +75,7 @@ class RequestOutput:
     """Set when the request has finished."""
     num_cached_tokens: int = 0
     weights_version: str = ""
-    """Version that computed the last token so far."""
+    """Version of the weights that computed the last token so far."""
     num_missed_tokens: int = 0
     """Prompt tokens computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None

@@ -45,7 +45,7 @@ class _OpenRequest:
     num_computed: int = 0
     """Number of computed prompt tokens."""
     seconds: float = 0.0
-    """The prompt tokens' share of the time of steps that computed them."""
+    """Time of the steps that computed prompt tokens, in proportion to these tokens' share of each step."""
 
 
 @dataclass(slots=True)

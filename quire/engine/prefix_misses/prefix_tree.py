@@ -122,7 +122,7 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """Adds the visit as the latest one of its pieces."""
+        """Makes `visit` the latest visit of each piece of `tokens`."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):

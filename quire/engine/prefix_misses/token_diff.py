@@ -10,7 +10,7 @@ from quire.engine.common.types import MediaSpan
 
 TOKEN_BYTES = 4
 MIN_RUN_TOKENS = 16
-"""Shorter runs do not count, because templates put them around turns."""
+"""Shorter equal runs do not count, because templates write the same short texts around every turn."""
 
 
 class EqualRun(NamedTuple):

@@ -36,7 +36,7 @@ class ReplayVerdict:
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """They contain exactly one version of the weights."""
+    """Hashes of the model, with exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
@@ -164,7 +164,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Return these weights' segments, and the number of tokens that other weights computed."""
+    """Return the segments that these weights computed, and the number of tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0

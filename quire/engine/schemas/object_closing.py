@@ -1,5 +1,5 @@
-"""Closes objects: a schema that names properties and does not mention others is changed to forbid others. OpenAI's
-strict mode, other servers and Pydantic users expect that, although JSON Schema allows others.
+"""Closes objects: if a schema names properties and has no keyword for other properties, it is changed to forbid them.
+OpenAI's strict mode, other servers and Pydantic users expect that, although JSON Schema allows others.
 
 All schemas that apply to an object are closed together: targets of `$ref` and `allOf`, one branch of each `anyOf` and
 `oneOf`, additions of `then`, `else` and `dependentSchemas`. Closed separately, each would forbid the properties of the
@@ -43,8 +43,8 @@ _COUPLED_KEYWORDS = (
 )
 """Keywords of a set depend on each other, so they stay together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Merging and copying may take _MIN_STEPS, and _STEPS_PER_SCHEMA for each schema in the document. There is a limit
-because alternatives multiply. Beyond it, UndecidableSchema is raised.
+"""Merging and copying may take _MIN_STEPS steps, plus _STEPS_PER_SCHEMA for each schema in the document. There is a
+limit because alternatives multiply. Beyond it, UndecidableSchema is raised.
 """
 
 

@@ -131,8 +131,8 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: time to draft one token for a number of requests. If None, drafting is free, and lengths are
-        chosen after drafting.
+        """`draft_costs`: seconds to draft one token for each of a number of requests. If None, drafting is free, and
+        lengths are chosen after drafting.
         """
         super().__init__(drafter, max_drafts, step_costs)
         self.needs_grammar = drafter.needs_grammar

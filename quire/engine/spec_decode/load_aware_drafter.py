@@ -57,7 +57,7 @@ class LoadAwareDrafter(Drafter):
 
 
 def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
-    """Lowest acceptance probability at which some number of drafts, from 1 to MAX_DRAFTS, pays."""
+    """Lowest acceptance probability at which verifying drafts, from 1 to MAX_DRAFTS in a step, saves time."""
     step_seconds = costs.estimate_seconds(num_step_tokens)
     measured_counts = [
         count - num_step_tokens for count in costs.num_tokens if 1 < count - num_step_tokens < MAX_DRAFTS

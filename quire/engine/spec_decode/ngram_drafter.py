@@ -42,7 +42,7 @@ class NgramIndex:
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Index n-grams. Only the last text may grow."""
+        """Index the n-grams of text[begin:end]. Only the text that was indexed last may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)

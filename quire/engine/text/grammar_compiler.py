@@ -35,7 +35,7 @@ r"""Limits of a lexer's states, of 0.5 KB each. A schema of 30 fields needs 800 
 any kind; `\p{L}{1,300}` needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""If all are full, they take 330 MB."""
+"""Maximum number of large lexers. If all are full, they take 330 MB."""
 MAX_COMPILED_BYTES = 1 << 30
 """Limit of all compiled grammars without lexers. A schema of five fields takes 0.15 MB, one of 130 KB takes 10 MB, and
 ten numbers with a large `multipleOf` take 15 MB.
@@ -44,8 +44,8 @@ MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
 """Lower bound for a grammar's size, because some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Each forced byte takes 0.5 KB, and each token tokenizes all of them again: 256 KB would cost 130 MB per answer and
-0.1 s per token.
+"""Limit of the bytes that a grammar forces at one place. Each takes 0.5 KB, and after each token all are tokenized
+again: 256 KB would cost 130 MB per answer and 0.1 s per token.
 """
 CHECK_STACK_BYTES = 4 << 20
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")

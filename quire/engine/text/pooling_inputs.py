@@ -92,7 +92,7 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Returns, keyed by text, its encoding, truncated to `max_text_tokens` and `max_tokens`, and its number of tokens,
+    """Returns for each text the encoding, truncated to `max_text_tokens` and `max_tokens`, and the number of tokens,
     limited only by `max_tokens`.
     """
     unique = list(dict.fromkeys(texts))

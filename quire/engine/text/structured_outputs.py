@@ -29,7 +29,9 @@ space after a comma or colon.
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects that stay open, because their merged properties cannot be decided."""
+    """JSON pointers of objects that still allow undeclared properties, because it cannot be decided which properties to
+    forbid.
+    """
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""Copies KV blocks to tiers in a thread. Copying begins when a request leaves the device; at the latest, blocks are
-copied before they are reused.
+"""Copies KV blocks to tiers in a thread. Copying begins when a request's blocks are freed. Blocks that are reused
+before they are copied are copied at once.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """Only the first of successive exceptions is logged."""
+        """Returns None if the call raises an exception. Of successive exceptions, only the first is logged."""
         try:
             result = call()
         except Exception:

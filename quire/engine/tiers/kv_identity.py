@@ -81,7 +81,9 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """The files of weights. Must be constructed before loading, because it records the files' sizes, times and inodes."""
+    """The files of weights. Must be constructed before loading, because it records sizes, times and inodes of the
+    files.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"

@@ -347,8 +347,9 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
     """Rejects texts that are much too long before they are tokenized as a whole. Tokenizes slices, which together have
-    about as many tokens as the whole text. Raises ContextLengthExceeded if they have over 10 % and one token per slice
-    too many, more than the cuts between slices can explain. Smaller excesses show when the whole text is tokenized.
+    about as many tokens as the whole text. Raises ContextLengthExceeded if they exceed the context by over 10 % and one
+    token per slice, because the cuts between slices cannot explain that many tokens. Smaller excesses show when the
+    whole text is tokenized.
     """
     if len(text) <= SLICE_CHARACTERS:
         return

@@ -65,7 +65,7 @@ def resolve_rerank(
 def build_pair_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """`names`: fields for errors. Raises InvalidRequest, NeedsWorker."""
+    """`names`: the body's two fields, which errors name. Raises InvalidRequest, NeedsWorker."""
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):

@@ -28,8 +28,8 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""Texts of a message inserted between two others that a template refuses in succession and that cannot be merged. The
-first text is preferred.
+"""Texts of a message that is inserted between two messages if a template refuses them in succession and they cannot be
+merged. The first text is preferred.
 """
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",

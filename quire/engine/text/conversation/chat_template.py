@@ -294,8 +294,8 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Returns "tool_use" for a request with tools if there is one, otherwise "default". Raises InvalidRequest if
-        there is none.
+        """Returns the template "tool_use" if the request has tools and the model has this template, otherwise
+        "default". Raises InvalidRequest if the model has no template.
         """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")

@@ -20,7 +20,8 @@ MAX_STEPS = 2_000_000
 """Maximum number of steps per rendering, about a second. Real templates need about 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""Maximum number of characters of a repetition such as `'=' * 80` or of a format, and of bits of a product."""
+"""Maximum number of characters that a format or a repetition such as `'=' * 80` may produce, and of bits of a product.
+"""
 _SIZE_PER_STEP = 64
 """Characters or list entries that count as one step. So a rendering is limited to 128 million."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
@@ -28,7 +29,9 @@ _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replac
 """Methods whose results can be as large as the product of two arguments."""
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
-"""Filters whose results are as large as all nested values together. A list can contain another one twice."""
+"""Filters whose results are as large as all nested values together. Because a list can contain another list several
+times, these can be very large.
+"""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
 """Each run of a body costs one more step for each of this many characters or syntax nodes in it."""
 

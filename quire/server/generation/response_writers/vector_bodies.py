@@ -1,4 +1,4 @@
-"""Writes the bodies of vector answers. Binding the arguments before `request` turns a function into a VectorBodyWriter."""
+"""Writers of vector answers. Binding the arguments before `request` turns a function into a VectorBodyWriter."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_
 
 
 class Sides(BodyModel):
-    """Says when a noul is true and when false."""
+    """Descriptions of the cases in which a noul, a statement, is true and false."""
 
     true: TextOrJson | None = None
     false: TextOrJson | None = None

@@ -39,7 +39,7 @@ CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
 """A response reads its whole conversation, which may thus be as large as a body may be by default."""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
-"""Limit for what a request stores: the text of a million tokens."""
+"""Limit for the items that a request stores. So many bytes are about the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
 ITEM_ID_PREFIXES = {

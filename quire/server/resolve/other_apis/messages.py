@@ -162,7 +162,9 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """False without thinking tokens. Such a model is accepted, because Anthropic's budget is a target."""
+    """False if the model has no tokens that begin and end thinking. Then a budget is ignored, because Anthropic's
+    budget is only a target.
+    """
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
