@@ -155,7 +155,7 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """A value of None means minus infinity, which JSON lacks."""
+    """A value of None means minus infinity, which JSON lacks, or a missing entry."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

@@ -36,7 +36,7 @@ class RequestMessageFormat:
     allows_parallel_calls: bool = True
     """If False, only the first call is kept."""
     calls_only: bool = False
-    """A call is required, so other text is not content."""
+    """True if a call is required, so that other text is not content."""
     content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
 

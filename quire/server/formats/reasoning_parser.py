@@ -160,7 +160,9 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Consumes the next span's mark. Returns False if there is none."""
+        """Streams content up to the mark that begins the next span, and consumes the mark. Returns False if there is
+        none.
+        """
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""

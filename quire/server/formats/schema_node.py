@@ -83,7 +83,7 @@ class SchemaNode:
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Patterns are not matched: a caller's could take forever.
+            # Patterns are not matched, because a caller's pattern could take forever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)

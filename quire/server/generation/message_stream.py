@@ -44,7 +44,7 @@ class MessageDeltaStream:
         return reason if self._has_dropped_calls else self._parser.finish_reason(reason)
 
     def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
-        """Returns tokens as a text delta without text, and the message's new text."""
+        """Returns the used tokens as a text delta, whose text is to be ignored, and the message's new text."""
         if self._stop_strings is None:
             delta = self._text_stream.push_output(output)
             final = output.finish_reason is not None

@@ -79,7 +79,7 @@ class SamplingGeneration(Generation):
         return step
 
     async def _process_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
-        """Handles one output per turn of the event loop: it may hold a whole prompt's log probabilities."""
+        """Handles one output per turn of the event loop, because one may hold a whole prompt's log probabilities."""
         step = []
         for output in outputs:
             async with self._loop_work_pacer:

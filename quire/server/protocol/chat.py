@@ -98,7 +98,7 @@ class ChatRequest(GenerationBody):
     echo: bool = False
     """The answer begins with the continued message."""
     chat_template: str | None = None
-    """Replaces the model's, if the operator allows it."""
+    """Replaces the model's template, if the operator allows that."""
     add_special_tokens: bool = False
     """False by default, because templates write BOS."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -20,7 +20,7 @@ class CompletionRequest(GenerationBody):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
-    """Choices to generate; returns the n with the highest mean log probability per token."""
+    """Number of choices to generate. The answer has the n choices with the highest mean log probability per token."""
     suffix: str = ""
     add_special_tokens: bool = True
 
@@ -32,7 +32,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_candidates(self) -> int:
-        """Per prompt. Raises InvalidRequest."""
+        """Number of choices to generate per prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:

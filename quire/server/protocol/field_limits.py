@@ -23,11 +23,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Limit per body, including fields without effect."""
+"""Limit of a body's fields, including those without effect."""
 MAX_LISTED_TOKEN_IDS = 1024
 """Limit for logit_bias and stop_token_ids, which each of n answers copies."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Limit for logprob_token_ids, all of which every token of an answer reports."""
+"""Limit for logprob_token_ids. With each token of an answer, all of them are reported."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
 MAX_STRUCTURED_CHOICES = 10_000

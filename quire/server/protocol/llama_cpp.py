@@ -81,7 +81,7 @@ class LlamaCppBody(EngineRequestBody):
     json_schema: Any = None
     n_probs: int = Field(0, ge=0)
     n_indent: int = Field(0, ge=0)
-    """The answer ends at a line, except the first, that begins with fewer spaces and tabs."""
+    """The answer ends at a line, except the first, that begins with fewer spaces and tabs than this."""
     t_max_predict_ms: float = Field(0.0, le=86_400_000.0)
     """Milliseconds after the first token. The answer ends at the next newline after that. 0 or less means no limit."""
     stream: bool = False

@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Jina's, vLLM's and Cohere's image inputs have these."""
+"""Keys of image inputs of Jina, vLLM and Cohere."""
 
 
 def _explain_image_input(value: Any) -> str:

@@ -272,7 +272,7 @@ class GenerationBody(SamplingBody):
     receipt: bool = False
     """Requests a receipt for `quire replay`, like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
-    """The conversation; its KV is kept for the next turn."""
+    """Id of the conversation, whose KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
     """Seconds to keep KV, even without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)

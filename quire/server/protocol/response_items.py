@@ -18,7 +18,7 @@ def namespaced_tool_name(namespace: str, name: str) -> str:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Returns Base64, which the client sends back. It is not secret."""
+    """Returns the reasoning as Base64, not encrypted. Clients send it back."""
     return base64.b64encode(reasoning.encode()).decode()
 
 

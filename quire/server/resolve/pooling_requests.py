@@ -90,7 +90,7 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """None unless each token has a vector."""
+    """Returns the numbers per vector if each token has a vector, otherwise None."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size

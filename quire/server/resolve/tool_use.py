@@ -45,7 +45,7 @@ class RequestTools:
     strict_tool_names: frozenset[str] = frozenset()
     """Tools whose calls follow the schema exactly, even if calling is optional."""
     constrains_all_calls: bool = False
-    """All calls have the call format and name a tool, even if calling is optional and no tool is strict."""
+    """True if all calls have the call format and name a tool, even if calling is optional and no tool is strict."""
     allows_parallel: bool = True
     closes_objects: bool = True
     """True if schema objects with `properties` but no additionalProperties allow no other properties."""

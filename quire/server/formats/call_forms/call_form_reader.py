@@ -80,7 +80,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Text may only mention an `unwrapped` head, so a tool's name and arguments must follow it."""
+        """An `unwrapped` head may also occur in text, so it counts only if a tool's name and arguments follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source

@@ -17,7 +17,7 @@ NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """Texts may contain the NAME, ID and INDEX slots."""
+    """The texts of calls in a chat template. They may contain the slots NAME, ID and INDEX."""
 
     begin: str
     head: str
@@ -36,9 +36,9 @@ class CallFormTexts:
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
-    """The name is only in the id: `functions.name:0`."""
+    """True if the name is only in the id, as in `functions.name:0`."""
     short_ids: bool = False
-    """The template refuses ids other than nine letters and digits."""
+    """True if the template refuses ids other than nine letters and digits."""
     first_index: int = 0
     unwrapped_heads: tuple[str, ...] = ()
     """Heads without the surrounding tag, which models sometimes omit. They are read only before a tool's name."""

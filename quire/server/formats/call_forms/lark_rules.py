@@ -55,8 +55,8 @@ class LarkRules:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Matches any text, or a match of `pattern`, and then `end`. As in the parsers, the first tag of `end` ends the
-        text, whatever whitespace precedes the tag.
+        """Returns an expression that matches any text, or a match of `pattern`, and then `end`. As in the parsers, the
+        first tag of `end` ends the text, whatever whitespace precedes the tag.
         """
         if pattern is not None:
             return self._pattern_then_end_expression(end, pattern)
@@ -75,8 +75,8 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Requires the whitespace before the first tag of `end`, because parsers remove only this whitespace from the
-        text.
+        """Returns an expression that requires the whitespace before the first tag of `end`, because parsers remove only
+        this whitespace from the text.
         """
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]

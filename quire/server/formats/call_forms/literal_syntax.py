@@ -24,7 +24,7 @@ class UnreadableLiteral(Exception):
 class LiteralSyntax:
     quote: str = '"'
     raw: bool = False
-    """Quoted strings have no escapes."""
+    """True if quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
     """Must follow a raw string's closing quote, because the string may contain its own quote."""
 

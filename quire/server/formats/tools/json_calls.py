@@ -133,7 +133,9 @@ def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[b
 def read_json_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None = None, keys: JsonCallKeys = DEFAULT_KEYS
 ) -> ParserSteps[bool]:
-    """Reads {"name": …, "arguments": {…}}, also with "parameters" or `keys`. Consumes nothing if it returns False."""
+    """Reads a call like {"name": …, "arguments": {…}}, whose keys may also be "parameters" or those of `keys`. Consumes
+    nothing if it returns False.
+    """
     scanner = BracketScanner()
     position = 0
     depth = keys.arguments_depth

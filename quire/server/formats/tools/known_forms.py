@@ -44,7 +44,7 @@ MISTRAL_NAMED = CallForm(
     short_ids=True,
     other_heads=(f"[TOOL_CALLS]{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"[TOOL_CALLS]{NAME_SLOT}"),
 )
-"""Mistral Small 3.2, Devstral, Ministral 3."""
+"""Used by Mistral Small 3.2, Devstral and Ministral 3."""
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
@@ -61,7 +61,7 @@ DEEPSEEK = CallForm(
     end=CALLS_END,
     other_heads=(PLAIN_HEAD,),
 )
-"""DeepSeek V3 and R1, with arguments in a code block."""
+"""Used by DeepSeek V3 and R1, which write arguments in a code block."""
 DEEPSEEK_31 = CallForm(
     begin=CALLS_BEGIN,
     head=PLAIN_HEAD,
@@ -81,7 +81,7 @@ GRANITE = CallForm(
     end="]",
     json_keys=DEFAULT_KEYS,
 )
-"""Granite 3, whose template shows tools but no calls."""
+"""Used by Granite 3, whose template shows tools but no calls."""
 
 HARMONY_ASSISTANT = "<|start|>assistant"
 HARMONY_COMMENTARY = f"{HARMONY_ASSISTANT}<|channel|>commentary to=functions.{NAME_SLOT}"
@@ -107,7 +107,7 @@ HARMONY = CallForm(
 
 
 def xml_call_form(outer: str) -> CallForm:
-    """<function=name><parameter=key>value</parameter></function> within the tag `outer`, which models
+    """Returns the form <function=name><parameter=key>value</parameter></function> within the tag `outer`, which models
     sometimes omit.
     """
     return CallForm(

@@ -52,7 +52,9 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """[weather(city="Rome"), clock()] of Llama 3.2, Llama 4 and LFM2. Without a marker, calls must begin the answer."""
+    """Calls like [weather(city="Rome"), clock()], which Llama 3.2, Llama 4 and LFM2 write. Without a marker, calls must
+    begin the answer.
+    """
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
@@ -93,7 +95,7 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Reads f(a=1, b="x"). Consumes nothing if it returns False."""
+    """Reads a call like f(a=1, b="x"). Consumes nothing if it returns False."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])

@@ -17,7 +17,7 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""Requests have no slots here, because all of them run in the same steps."""
+"""Slot number in answers. Requests have no slots here, because all of them run in the same steps."""
 RANDOM_SEED = 2**32 - 1
 """llama.cpp reports this seed if the request's seed is -1."""
 

@@ -11,7 +11,7 @@ from quire.server.protocol.request_bodies import EngineRequestBody
 
 
 class LabelScoreRequest(EngineRequestBody):
-    """Each item makes a prompt with the query. Query and items are all texts, or all token ids."""
+    """The query and each item together make a prompt. Query and items are all texts, or all token ids."""
 
     query: str | TokenIds
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]

@@ -78,7 +78,7 @@ def record_caller_field(turns: Sequence[ChatTurn], field: str) -> None:
 
 
 def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping[str, str]) -> ChatTurn:
-    """`names`: function names by call id."""
+    """`names`: names of functions, keyed by call id."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": names[call_id]} if call_id in names else turn
 

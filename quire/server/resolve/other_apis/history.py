@@ -36,7 +36,9 @@ MAX_ITEMS = 10_000
 MAX_ADDED_ITEMS = 1_000
 """Limit per request, because one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""A response reads its whole conversation, which may thus be as large as a body may be by default."""
+"""Limits of a conversation. A response reads its whole conversation, so the limit in bytes is the default limit of a
+body.
+"""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
 """Limit for the items that a request stores. So many bytes are about the text of a million tokens."""

@@ -67,7 +67,7 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
 def resolve_ollama_generate(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | JsonReply:
-    """As in Ollama, the prompt is a chat's only message; with raw or suffix, a completion."""
+    """As in Ollama, the prompt is a chat's only user message. With raw or suffix, it is a completion's prompt."""
     body = parse_body(body_bytes, OllamaGenerateRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
