@@ -82,7 +82,9 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """None means all GPUs. HIP falls back to CUDA's variable."""
+    """Returns the value of the variable that lists GPUs; None means all GPUs. If HIP's variable is not set, CUDA's
+    counts.
+    """
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 
@@ -135,7 +137,7 @@ def _count_nvidia_gpus(root: Path) -> int:
 
 
 def _count_amd_gpus(root: Path) -> int:
-    """/sys lists the machine's GPUs; a container has files in /dev only for its own."""
+    """/sys lists all GPUs of the machine. In a container, only the container's GPUs have files in /dev."""
     if not (root / "dev/kfd").exists():
         return 0
     count = 0

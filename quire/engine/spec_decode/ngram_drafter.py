@@ -29,7 +29,9 @@ class MatchPosition(NamedTuple):
 
 
 class NgramIndex:
-    """Maps n-grams to the positions after them. Positions are numbers that count through all texts."""
+    """Maps n-grams to the positions after them. A position is a number that counts the tokens of all indexed texts
+    together.
+    """
 
     def __init__(self, min_ngram: int) -> None:
         # Numbers take a third of the time that objects take, most of which is garbage collection. N-grams are stored as
@@ -133,7 +135,7 @@ class NgramDrafter(LookupDrafter):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Searches the request and recent answers that have the same cache salt."""
+    """Copies drafts from the request, or from recent answers with the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram

@@ -37,8 +37,8 @@ any kind; `\p{L}{1,300}` needs 7,000.
 _MAX_LARGE_LEXERS = 16
 """Maximum number of large lexers. If all are full, they take 330 MB."""
 MAX_COMPILED_BYTES = 1 << 30
-"""Limit of all compiled grammars without lexers. A schema of five fields takes 0.15 MB, one of 130 KB takes 10 MB, and
-ten numbers with a large `multipleOf` take 15 MB.
+"""Limit of the memory of all compiled grammars together, without their lexers. A schema of five fields takes 0.15 MB,
+one of 130 KB takes 10 MB, and ten numbers with a large `multipleOf` take 15 MB.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16

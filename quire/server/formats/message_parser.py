@@ -91,8 +91,8 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets`: token starts in the answer. `final` emits held-back text. `complete`: the model itself ended the
-        answer.
+        """`offsets`: token starts in the answer. If `final`, held-back text is emitted too. `complete`: the model
+        itself ended the answer.
         """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()

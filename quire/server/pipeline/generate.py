@@ -1,5 +1,5 @@
-"""Sixth station. A generation only reads engine outputs. Wrappers of these outputs add, in this order: an earlier
-attempt's tokens (`DurableRequest.submit`), deadlines, the receipt recorder.
+"""Sixth station: submits the request to the engine. A generation only reads engine outputs. Wrappers of these outputs
+add, in this order: an earlier attempt's tokens (`DurableRequest.submit`), deadlines, the receipt recorder.
 """
 
 from __future__ import annotations

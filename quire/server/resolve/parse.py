@@ -104,8 +104,8 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` is a union member's name and not a field of the object. Then another field of the object follows
-    in the path.
+    """True if `part` names a member of a union, and not the field of `parent` that has the same name. Then `after` is a
+    field of `parent`, and not of `parent[part]`.
     """
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)

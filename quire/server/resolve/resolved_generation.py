@@ -30,7 +30,7 @@ class AnswerForm:
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Maps a chat's or completion's names to the API's."""
+    """Maps the field names of a chat or completion to those of the API."""
     allows_receipt: bool = True
 
 

@@ -23,7 +23,7 @@ MAX_RESULT_SIZE = 1_000_000
 """Maximum number of characters that a format or a repetition such as `'=' * 80` may produce, and of bits of a product.
 """
 _SIZE_PER_STEP = 64
-"""Characters or list entries that count as one step. So a rendering is limited to 128 million."""
+"""Characters or list entries that count as one step. So a rendering produces at most 128 million of them."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
 """Methods whose results can be as large as the product of two arguments."""
@@ -33,7 +33,8 @@ _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "
 times, these can be very large.
 """
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""Each run of a body costs one more step for each of this many characters or syntax nodes in it."""
+"""If a body has more characters or syntax nodes than this, each run of the body costs extra steps, one per this many.
+"""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):

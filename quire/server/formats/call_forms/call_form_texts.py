@@ -26,7 +26,7 @@ class CallFormTexts:
     between: str
     end: str
     allows_many: bool = True
-    """False if the template shows one call per turn."""
+    """False if the template shows only one call per turn."""
     prompt_head: str = ""
     """The beginning of the first call's head, if the prompt ends with it."""
     turn_end: str = ""

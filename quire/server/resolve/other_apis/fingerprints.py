@@ -20,7 +20,7 @@ PROMPT_SETTINGS = {
     "truncate_prompt_tokens",
     "truncation_side",
 }
-"""Fields that change a chat's prompt, but for which the vendors' diagnostics have no reason."""
+"""Fields of a chat that change its prompt. The vendors' diagnostics have no reason that names them."""
 CACHE_CONTROL = {"cache_control"}
 """Not part of the prompt: clients move it from turn to turn."""
 MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "content": {"__all__": CACHE_CONTROL}}}}
