@@ -35,8 +35,8 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Milliseconds for which the process waits until the parent has read the error. The parent may still be importing
-modules.
+"""Milliseconds for which the process waits, at most, until the error is sent to the parent. The parent's imports are
+slow.
 """
 
 

@@ -277,9 +277,10 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Returns the first difference from the nearest earlier sequence; how many tokens after it both share, of those
-        that the cache may have; the earlier sequence's visit, or None if the prompt does not continue its conversation;
-        and True if both prompts have the same end, so that one is a rewritten form of the other.
+        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens
+        both share, counting only tokens that the cache may have; the visit of the earlier sequence, or None if the
+        prompt does not continue its conversation; and whether both prompts have the same end. If they have, one prompt
+        is a rewritten form of the other.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(

@@ -26,8 +26,8 @@ def choose_drafter(
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
     """If `config` is None, only forced tokens are drafted, which costs nothing without a grammar. `model`: a drafter
-    with a draft model or heads, and measured pairs (number of sequences, seconds per draft token). Returns None if the
-    method is none.
+    with a draft model or heads, and measured pairs (number of sequences, seconds per draft token). Returns None if
+    `config.method` is "none".
     """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS

@@ -18,7 +18,9 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """The prompt's end (<|start|>assistant), if each part of an answer begins with it. Otherwise empty."""
+    """The end of the prompt, such as <|start|>assistant, if each part of an answer begins with the same text. Otherwise
+    empty.
+    """
     later_begin: str = ""
     """Marker that starts later spans, if it differs from `begin`."""
 
