@@ -48,9 +48,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long threads have waited (two files per
-        thread), and subtracts the longest wait since the first inspection after a call without `inspect`. The kernel
-        reports a wait only when it is over, so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long each thread has waited (two files per
+        thread), and subtracts the longest wait since the current series of inspections began. A call without `inspect`
+        ends the series. The kernel reports a wait only when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed

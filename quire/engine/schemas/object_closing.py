@@ -147,7 +147,7 @@ class _SchemaCloser:
         seen.add(id(schema))
         self._spend_steps(1)
         own_keywords = self._without_applicators(schema)
-        if "properties" not in own_keywords:  # else it is added below, in the document's order
+        if "properties" not in own_keywords:  # otherwise added below, in the document's order
             self._add_plain_schema(own_keywords, parts)
         for keyword, value in schema.items():
             if keyword == "properties":

@@ -216,8 +216,8 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """Returns how many characters, from the call marker on, belong to the thinking. Returns 0 if the answer ends
-        with calls; then the thinking ends before the marker.
+        """Returns how many characters, from the call marker on, belong to the thinking. If the answer ends with calls,
+        returns 0, because the thinking ends before the marker.
         """
         source, end = self._source, self._format.end
         assert self._start_trial is not None

@@ -155,7 +155,9 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """Returns False if the text cannot become a tool's name, and need not be held back."""
+    """Waits until the text begins with a tool's name, and then returns True. Returns False as soon as the text cannot
+    begin with one.
+    """
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):
