@@ -20,7 +20,9 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns None also if the handler fails, because a failed question must not end anything else."""
+        """Returns the handler's answer; None if no handler is found, or if it fails. The failure is only logged,
+        because it must not end other work.
+        """
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

@@ -51,7 +51,7 @@ class _DraftModelState:
     block_ids: list[int]
     """The request's own list object. After a preemption the request has another one."""
     num_sent_blocks: int
-    """Number of `block_ids` that the draft model's slot has."""
+    """Number of entries of `block_ids` that the draft model's slot already has."""
 
 
 @dataclass(frozen=True, slots=True)

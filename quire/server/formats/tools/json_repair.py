@@ -1,5 +1,5 @@
-"""Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
-quotes and constants, bare words, wrong commas and colons, unclosed brackets.
+"""Repairs a model's JSON object as it arrives, where the meaning is clear. What is repaired: control characters,
+invalid escapes, Python's quotes and constants, bare words, wrong commas and colons, unclosed brackets.
 """
 
 from __future__ import annotations
