@@ -35,9 +35,7 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""Milliseconds for which the process waits, at most, until the error is sent to the parent. The parent's imports are
-slow.
-"""
+"""Maximum wait until the error is sent to the parent, whose imports are slow."""
 
 
 class EngineChange(NamedTuple):
@@ -126,7 +124,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
     """Handle all waiting messages. While the engine is idle, run warm-ups and wait for a request or an abort. Return a
-    change of the engine if a call requests one, otherwise None.
+    change that a call requests.
     """
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
@@ -161,8 +159,8 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Wait without an engine until a call loads weights. If that fails, report the error to the caller and wait again.
-    Return the call's id, the new configuration and the new engine.
+    """Wait until a call loads weights. After a failed call, wait again. Return the call's id, the new configuration and
+    the engine.
     """
     while True:
         call = decode_to_engine(socket.recv())

@@ -49,8 +49,8 @@ _STOP_SECONDS = 5.0
 _LOST_SECONDS = 30.0
 """Machine 0 counts as gone when its store has not answered for this long."""
 _OUT_OF_MEMORY_CODE = 137
-"""Exit code by which shells report SIGKILL. It replaces -SIGKILL if the kernel may have killed the process for lack of
-memory, because machine 0 takes -SIGKILL for a kill by another process.
+"""A shell's code for SIGKILL. It is reported if the kernel may have killed the process for lack of memory, because
+machine 0 takes -SIGKILL for another process's kill.
 """
 
 

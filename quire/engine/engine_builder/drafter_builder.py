@@ -10,8 +10,8 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
-    """Without speculative_config, the drafter drafts only text that grammars force. It is used only on CPUs, because
-    its benefit on GPUs has not been measured.
+    """Without speculative_config, drafts only text that grammars force, and only on CPUs, because the benefit on GPUs
+    is unmeasured.
     """
     speculative = config.speculative_config
     if "generate" not in worker.engine_info.tasks or (speculative is None and worker.engine_info.device != "cpu"):

@@ -210,8 +210,8 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind` overrides the output kind of `params`. Raises InvalidRequest. Does not check the prompt's token ids
-        and length; call `check_prompt` for that.
+        """`kind` overrides the output kind of `params`. Raises InvalidRequest. Only `check_prompt` checks the prompt's
+        token ids and length.
         """
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
@@ -331,9 +331,7 @@ def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _check_message(message: Any) -> dict[str, Any]:
-    """Raises InvalidRequest unless the message has a role, and its content is a text, a list of text and image parts,
-    or None.
-    """
+    """Raises InvalidRequest unless there is a role, and the content is text, text and image parts, or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")

@@ -91,13 +91,13 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     """XGrammar's structural tag: an object or JSON text with `format`, or with `structures` and `triggers`."""
     disable_fallback: bool = False
-    """Has no effect, like `disable_any_whitespace`, because there is only one backend, and it allows at most one space
-    after a comma or colon.
+    """Has no effect, like `disable_any_whitespace`, because the only backend allows at most one space after a comma or
+    colon.
     """
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """If True, a schema object with `properties` allows no other properties, unless it has a keyword for them, such as
-    additionalProperties. If False, it allows any others, as JSON Schema defines.
+    """If True, schema objects with `properties` but no keyword such as additionalProperties allow no other properties.
+    If False, they allow any, as JSON Schema defines.
     """
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    """Number of last prompt tokens to keep. -1 keeps as many as leave room for one generated token in the context."""
+    """Number of last prompt tokens to keep. -1 keeps all that leave room for one generated token."""
     detokenize: bool = True
     """If False, answers have no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

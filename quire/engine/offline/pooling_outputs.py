@@ -63,8 +63,8 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Encode pairs as prompts of at most `limit` tokens. The score of a pair is that of the model's only label. Raises
-    InvalidRequest if the model has another number of labels, or `limit` leaves no room for text.
+    """Encode pairs as prompts of at most `limit` tokens. A pair's score is that of the model's only label. Raises
+    InvalidRequest for a model with several labels, or a too low `limit`.
     """
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)

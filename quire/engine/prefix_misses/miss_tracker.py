@@ -229,9 +229,8 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Counts missed tokens by reason. Also returns True if, since the visit of a piece that was evicted, the
-        tenant's own requests computed enough tokens to fill the engine's cache. `load`: number of tokens ever computed
-        for the tenant.
+        """Counts missed tokens by reason. Also returns whether the tenant's own requests have filled the engine's cache
+        since an evicted piece was visited. `load`: number of tokens computed for the tenant.
         """
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
@@ -277,10 +276,9 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens
-        both share, counting only tokens that the cache may have; the visit of the earlier sequence, or None if the
-        prompt does not continue its conversation; and whether both prompts have the same end. If they have, one prompt
-        is a rewritten form of the other.
+        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens,
+        of those that can be cached, both share; the earlier sequence's visit if the prompt continues its conversation;
+        and whether both prompts have the same end, which means that one rewrites the other.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
@@ -321,8 +319,8 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """Returns a prompt's conversation and its turn number, from 1. A repeated prompt keeps its turn number, except that
-    a repeated first prompt begins a new conversation.
+    """Turn numbers begin at 1. A repeated prompt keeps its turn number, but a repeated first prompt begins a new
+    conversation.
     """
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1

@@ -78,8 +78,8 @@ class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
     """One for each leading piece that was visited in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """For each piece after `matched_visits`, up to the first that is not in the tree: its latest visit in any
-    namespace.
+    """The latest visit, in any namespace, of each piece after `matched_visits`, up to the first that is not in the
+    tree.
     """
     num_tail_tokens: int = 0
     """Number of tokens after `matched_visits` that the nearest sequence shares with the prompt."""

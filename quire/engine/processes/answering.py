@@ -20,9 +20,7 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns the handler's answer; None if no handler is found, or if it fails. The failure is only logged,
-        because it must not end other work.
-        """
+        """Returns None without a handler. A handler's failure is only logged, because it must not end other work."""
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

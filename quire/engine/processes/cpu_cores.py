@@ -14,8 +14,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
     """Returns each process's cores out of `allowed`: those of one NUMA node, or of several if there are more nodes than
-    processes. If there are fewer nodes than processes, processes share nodes. Returns None if `count` is below 2, or if
-    fewer than two nodes are known to have allowed cores.
+    processes. If there are fewer, processes share nodes. Returns None if `count` or the number of known nodes with
+    allowed cores is below 2.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]

@@ -82,9 +82,7 @@ def visible_variable(*, is_hip: bool) -> str:
 
 
 def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
-    """Returns the value of the variable that lists GPUs; None means all GPUs. If HIP's variable is not set, CUDA's
-    counts.
-    """
+    """None means all GPUs. If HIP's variable is not set, CUDA's counts."""
     own = environment.get(visible_variable(is_hip=is_hip))
     return environment.get(CUDA_VARIABLE) if own is None else own
 

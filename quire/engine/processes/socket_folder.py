@@ -18,7 +18,7 @@ _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
 """Only these files and the lock file are removed, because a user's own folder may have a similar name."""
 _MOST_BYTES = 107
-"""Maximum length of a Unix socket's path in bytes on Linux. Other systems allow only 103, which is not checked."""
+"""Maximum length of a Unix socket's path in bytes on Linux. Other systems allow only 103."""
 
 
 class SocketFolder:

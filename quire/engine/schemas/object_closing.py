@@ -43,8 +43,8 @@ _COUPLED_KEYWORDS = (
 )
 """Keywords of a set depend on each other, so they stay together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Merging and copying may take _MIN_STEPS steps, plus _STEPS_PER_SCHEMA for each schema in the document. There is a
-limit because alternatives multiply. Beyond it, UndecidableSchema is raised.
+"""Merging and copying may take _MIN_STEPS steps, plus _STEPS_PER_SCHEMA for each schema in the document. They are
+limited because alternatives multiply.
 """
 
 
@@ -62,8 +62,8 @@ class _ApplicableSchemas:
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
-    """Returns the schema with its objects closed, or unchanged if it cannot be decided how. If `by_name`, the first
-    level of the schema lists all its properties, even those that alternatives list too.
+    """Returns the schema unchanged if it cannot be decided how to close it. If `by_name`, its first level lists all
+    properties, even those that alternatives list too.
     """
     if not isinstance(schema, dict):
         return ClosedSchema(schema, ())
@@ -301,8 +301,8 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: True if no other schema names properties that this schema lacks, so that its schemas for unnamed
-        properties can be closed. `lists`: True if no other schema has keywords for items.
+        """`rest`: no other schema names properties that this one does not name, so its schemas for unnamed properties
+        can be closed. `lists`: no other schema has keywords for items.
         """
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
@@ -340,8 +340,8 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Returns a schema that lists the properties of `parts.plain_schemas`; {} if there are none. Properties that
-        may be objects or lists get the schema `true`, because the alternatives, which apply too, describe them.
+        """Lists the properties of `parts.plain_schemas`. Those that may be objects or lists get the schema `true`,
+        because the alternatives, which apply too, describe them.
         """
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]

@@ -24,7 +24,7 @@ class ConditionalKeywords:
         self.property_names: dict[str, None] = {}
         self.has_properties = False
         self.has_closers = False
-        """True if a schema that must hold (see `asserted` below) limits the properties that it does not name."""
+        """True if an asserted schema limits the properties that it does not name."""
         self.is_undecidable = False
         """True if forbidding properties may change whether a condition holds."""
         for one in schemas:

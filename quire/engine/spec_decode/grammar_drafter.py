@@ -142,8 +142,8 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """Return tokens of the text that the grammar forces. They are not certain, because the model may end that text with
-    a longer token, which extends beyond it.
+    """Return tokens of the text that the grammar forces. They are not certain, because a longer token may extend beyond
+    that text.
     """
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []

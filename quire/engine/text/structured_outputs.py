@@ -21,8 +21,8 @@ CLOSE_OBJECTS_KEY = "disable_additional_properties"
 """Name of vLLM's key and of the setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""Keys of options. All but CLOSE_OBJECTS_KEY are ignored, because there is only one backend, and it allows at most one
-space after a comma or colon.
+"""Keys of options. All but CLOSE_OBJECTS_KEY are ignored, because the only backend allows at most one space after a
+comma or colon.
 """
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.text.conversation.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Maximum size of a chat template. Models' templates have about 10 KB. Compiling one of the maximum size takes seconds.
-"""
+"""Models' templates have about 10 KB. Compiling a template of this size takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 

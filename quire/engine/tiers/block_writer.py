@@ -38,8 +38,8 @@ class BlockWriter:
         self.num_forced_copies = 0
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Start copying those of the full blocks and state snapshots that some tier lacks. `blocks`: (number, hash) in
-        the prefix's order. The first ones then count as most recently used.
+        """Start copying full blocks and snapshots that some tier lacks. `blocks` are in a prefix's order; the first
+        then count as most recently used.
         """
         new_blocks = []
         for block, digest in reversed(blocks):

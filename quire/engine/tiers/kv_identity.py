@@ -91,8 +91,8 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Returns a hash of samples of the files. Another training changes the hash, but a change of a few rows may
-        not. None if files changed.
+        """Hash of samples of the files. Another training changes it, but a change of a few rows may not. None if files
+        changed.
         """
         if self._is_dummy:
             return b"%d" % self._seed
@@ -109,7 +109,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """Returns a hash of the whole content of the files; None if files changed."""
+        """Hash of the files' whole content; None if files changed."""
         if self._is_dummy:
             return bytes(16)  # dummy weights: the identity includes their seed
         if not self._are_files_unchanged():

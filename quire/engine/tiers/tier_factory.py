@@ -94,7 +94,7 @@ def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tup
 
 
 def _make_persistent_tiers(config: EngineConfig, identity: bytes, sizes: dict[str, TierUsage]) -> list[Tier]:
-    """Makes the disk tier and the custom tier. Adds the disk tier's usage to `sizes`. Raises ConfigError."""
+    """Adds the disk tier's usage to `sizes`. Raises ConfigError."""
     tiers: list[Tier] = []
     if config.kv_offload_dir is not None:
         disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)

@@ -127,9 +127,8 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Return a snapshot to load, or None, and the number of leading blocks to use. If the model needs snapshots,
-        there must be one after the last of these blocks, on the device or in a tier. Reserves a slot for a snapshot
-        from a tier.
+        """Return a snapshot to load, if any, and how many leading blocks to use. If the model needs snapshots, the last
+        of these blocks has one. Reserves a slot for a snapshot from a tier.
         """
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:

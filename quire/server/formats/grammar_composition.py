@@ -11,8 +11,8 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 def add_thinking_grammar(
     grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> Grammar:
-    """Puts thinking before the text of `grammar`. If `starts_in_thinking` is None, the model decides, so thinking is
-    optional. If it is False, returns `grammar` unchanged.
+    """If `starts_in_thinking` is None, the model decides, so thinking is optional. If it is False, returns `grammar`
+    unchanged.
     """
     if starts_in_thinking is False:
         return grammar

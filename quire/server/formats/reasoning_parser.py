@@ -58,8 +58,8 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Returns None if `tokens` is negative, which means unlimited, or if the prompt forbids thinking. Raises
-    InvalidRequest if the marks that begin and end thinking are not tokens.
+    """Returns None if `tokens` is negative (unlimited) or the prompt forbids thinking. Raises InvalidRequest if the
+    marks of thinking are not tokens.
     """
     if tokens < 0 or starts_in_thinking is False:
         return None
@@ -162,9 +162,7 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Streams content up to the mark that begins the next span, and consumes the mark. Returns False if there is
-        none.
-        """
+        """Streams content, and consumes the mark that begins the next span. Returns False if there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""

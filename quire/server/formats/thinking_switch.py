@@ -73,9 +73,7 @@ class ThinkingSwitch:
         return NO_SWITCH
 
     def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
-        """Returns the template variables that turn thinking on or off. If an effort is given, the switch's variable is
-        omitted if it is an effort variable.
-        """
+        """Returns the variables that turn thinking on or off. If `effort` is given, an effort variable is omitted."""
         if not thinks:
             return dict(self.off_variables)
         return {
@@ -85,8 +83,8 @@ class ThinkingSwitch:
     def request_variables(
         self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
     ) -> dict[str, Any]:
-        """Effort "none" turns thinking off, and another effort turns it on. A boolean alias in `template_kwargs` that
-        is not a variable of the template overrides this.
+        """Effort "none" turns thinking off, others turn it on. A boolean alias in `template_kwargs` overrides this,
+        unless the template has that variable.
         """
         wanted = None if effort is None else effort != "none"
         for name in SWITCH_ALIASES:

@@ -133,8 +133,8 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Drops the token of a request that only computes its prompt, and tokens after a repetition. Returns what
-        remains, and True if a repetition ends the answer.
+        """Drops the token of a prompt-only request, and tokens after a repetition. Also returns True if a repetition
+        ends the answer.
         """
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"

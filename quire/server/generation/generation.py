@@ -65,8 +65,8 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Returns metrics under vLLM's names. The request's queue time ends, and the time to its first token begins, with
-    the engine's first step for it. All are None before the first token.
+    """Uses vLLM's names. The engine's first step for the request ends the queue time, and begins the time to the first
+    token. All are None before the first token.
     """
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
@@ -177,7 +177,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """Records the end of a choice and, after a prompt's last choice, the prompt in the metrics."""
+        """After a prompt's last choice, also records the prompt in the metrics."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(

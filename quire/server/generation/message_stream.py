@@ -88,7 +88,7 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Returns offsets of tokens that cannot belong to a stop string, and holds back the others until the end."""
+        """Returns offsets of tokens that cannot belong to a stop string, and holds back others."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)

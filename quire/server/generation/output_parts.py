@@ -12,9 +12,7 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Maximum number of log probabilities of a whole answer, or of a stream that repeats them at the end. So many take
-about 140 MB.
-"""
+"""Limit for a whole answer, or for a stream that repeats them at the end. So many take about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
 
 

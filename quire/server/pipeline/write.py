@@ -147,8 +147,8 @@ async def stream_events(
     on_written: EndCallback,
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Yields events. Steps that arrive while the reader waits are written directly to `transport`, except the first and
-    the last, and except in a stream that repeats its log probabilities at the end.
+    """Yields events. Unless the stream repeats its log probabilities at the end, steps that arrive while the reader
+    waits are written directly to `transport`, except the first and the last.
     """
     generation = running.generation
     resolved = generation.request

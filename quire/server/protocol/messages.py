@@ -157,8 +157,8 @@ class CountTokensRequest(TranslatableBody):
 
     @property
     def max_cache_seconds(self) -> float | None:
-        """Longest time for which a block asks to keep the prompt; None if no block has cache_control. The whole prompt
-        is kept, whichever block asks.
+        """Longest time that a block asks for; None if no block has cache_control. The whole prompt is kept, whichever
+        block asks.
         """
         texts = [self.system, *(message.content for message in self.messages)]
         blocks = [block for text in texts if not isinstance(text, str) for block in text]

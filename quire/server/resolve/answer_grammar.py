@@ -25,7 +25,7 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """True for a chat. Its grammar must also allow the delimiters that the model writes around content."""
+    """True for a chat, whose grammar must allow the delimiters around content."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
         """Returns (parameter, grammar) pairs to check. Answers match the last grammar. An empty list allows any text.

@@ -217,9 +217,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """Returns the model's prompt of this name. Without a name, returns the default prompt, or "" if there is none.
-    Raises InvalidRequest.
-    """
+    """Without a name, returns the model's default prompt, or "". Raises InvalidRequest."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name

@@ -346,10 +346,9 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Rejects texts that are much too long before they are tokenized as a whole. Tokenizes slices, which together have
-    about as many tokens as the whole text. Raises ContextLengthExceeded if they exceed the context by over 10 % and one
-    token per slice, because the cuts between slices cannot explain that many tokens. Smaller excesses show when the
-    whole text is tokenized.
+    """Rejects much too long texts early. Tokenizes slices, which together have about as many tokens as the text. Raises
+    ContextLengthExceeded if they exceed the context by over 10 % and one token per slice, more than the cuts between
+    slices can add. Tokenizing the whole text finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return

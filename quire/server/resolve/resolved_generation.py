@@ -80,9 +80,7 @@ class ResolvedGeneration:
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
-        """The last grammar as a CheckedGrammar, although nobody has checked it. Only GrammarChecker may use this, after
-        it has accepted the grammar.
-        """
+        """The last grammar. Only GrammarChecker may use this, after it has accepted the grammar."""
         param, grammar = self.grammars.to_check[-1]
         return CheckedGrammar(param, grammar, self.grammars.schema_headers)
 

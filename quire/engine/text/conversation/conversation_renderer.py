@@ -47,8 +47,8 @@ class ConversationRenderer:
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest, which names messages[i], if that message needs a rule although `adapt` is False, if no
-        rule makes the template accept it, or if its text is missing from the prompt although `allow_missing` is False.
+        """Raises InvalidRequest, which names messages[i], if that message needs a rule and `adapt` is False, if the
+        template refuses it under every rule, or if its text would be missing and `allow_missing` is False.
         """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None

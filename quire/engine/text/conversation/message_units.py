@@ -94,9 +94,8 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Returns each result's call index, or None. A result answers the call of the same id. A result without an id, and
-    any result if no call has an id, answers the first open call or, if the result has a name, the first open call of
-    that name.
+    """Returns each result's call index, or None. If the result or all calls lack ids, the result answers the first open
+    call, or the first open call of its name if it has a name.
     """
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}

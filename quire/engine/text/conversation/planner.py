@@ -29,9 +29,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Usual continuations, keyed by the role of the last message. Rules after which the template accepts one of them are
-preferred.
-"""
+"""Usual continuations, keyed by role. Rules after which the template accepts one of them are preferred."""
 
 
 @dataclass(frozen=True, slots=True)

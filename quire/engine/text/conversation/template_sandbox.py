@@ -29,9 +29,7 @@ _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replac
 """Methods whose results can be as large as the product of two arguments."""
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
-"""Filters whose results are as large as all nested values together. Because a list can contain another list several
-times, these can be very large.
-"""
+"""Filters whose results are as large as all nested values together. A list can contain another list several times."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
 """If a body has more characters or syntax nodes than this, each run of the body costs extra steps, one per this many.
 """

@@ -68,8 +68,8 @@ def _find_token_sequences(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int
 
 
 def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens of `text` where it follows other text, because many tokenizers put a space before the first
-    token of a text. Returns () if the text always shares a token with the text before it.
+    """Returns the tokens of `text` where it follows other text, because many tokenizers put a space before a first
+    token. Returns () if the text always shares a token with other text.
     """
     for context in ("", "\n", "a", "0"):
         ids = tokenizer.encode(context + text, add_special_tokens=False)

@@ -155,9 +155,7 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """Waits until the text begins with a tool's name, and then returns True. Returns False as soon as the text cannot
-    begin with one.
-    """
+    """Returns True once the text begins with a tool's name, and False once it cannot."""
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):

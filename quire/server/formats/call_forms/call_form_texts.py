@@ -17,7 +17,7 @@ NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*
 
 @dataclass(frozen=True)
 class CallFormTexts:
-    """The texts of calls in a chat template. They may contain the slots NAME, ID and INDEX."""
+    """Texts of a call may contain the slots NAME, ID and INDEX."""
 
     begin: str
     head: str

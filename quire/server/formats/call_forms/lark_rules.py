@@ -189,9 +189,7 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """Returns an expression for a string. Ignores the schema's pattern if the string is written inside a JSON
-        string, or raw and in double quotes.
-        """
+        """Ignores the schema's pattern for strings inside a JSON string, and for raw strings in double quotes."""
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)

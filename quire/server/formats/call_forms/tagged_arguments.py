@@ -187,8 +187,8 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consumes the text up to and including `end`, and returns the text before `end`. Returns None if the answer ends
-    first. An `end` that belongs to a `begin` inside the text is skipped.
+    """Consumes `end` and returns the text before it, or None if the answer ends first. Skips an `end` that belongs to a
+    `begin` inside the text.
     """
     start = 0
     while True:

@@ -106,8 +106,8 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """Returns the call's head without the tag around one call or around all calls, which models may omit. Returns () if
-    what remains does not begin with a tag that contains the name.
+    """Returns the head without the tag around one or all calls, which models may omit. Returns () if the rest does not
+    begin with a tag that contains the name.
     """
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""

@@ -18,9 +18,7 @@ _LONGEST_LABEL = 16
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """Keys of calls in code blocks. A call must have an object as arguments, because JSON in example code often has a
-    name but no arguments.
-    """
+    """Requires an object as arguments, because JSON in example code often has a name but no arguments."""
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)

@@ -27,7 +27,7 @@ LiteralEncoder = Callable[[str], str]
 
 
 class ToolFormat(ABC):
-    """A format of tool calls. It has no state, because its parsers are generators."""
+    """Has no state, because its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that start calls. Parsers receive them even if they are special tokens."""

@@ -19,7 +19,7 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 
 
 class ChunkWriter(AnswerWriter):
-    """Writes chunks of completions and chats. Constant bytes are encoded only once."""
+    """Constant bytes are encoded only once."""
 
     OBJECT_TYPE: ClassVar[str]
     BEFORE_TEXT: ClassVar[bytes]

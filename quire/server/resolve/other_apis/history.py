@@ -41,7 +41,7 @@ body.
 """
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
-"""Limit for the items that a request stores. So many bytes are about the text of a million tokens."""
+"""Limit for the items that a request stores, about the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
 ITEM_ID_PREFIXES = {

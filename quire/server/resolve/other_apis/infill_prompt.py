@@ -21,8 +21,8 @@ OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
 """Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""Number of tokens around the cursor, equal to llama.cpp's batch size: up to 3/4 before the cursor, and up to 1/4 after
-it. At most half of the context is used.
+"""Tokens around the cursor, as many as llama.cpp's batch: up to 3/4 before it, up to 1/4 after it. At most half of the
+context is used.
 """
 MAX_TOKEN_CHARACTERS = 32
 """A text is cut to this many characters per available token before tokenization, because more would not fit."""

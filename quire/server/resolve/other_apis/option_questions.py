@@ -104,8 +104,8 @@ class DecisionApiVariant:
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """Returns token ids of letters, then of pairs and triples of letters, each of which is a single token. Raises
-    InvalidRequest if there are too few.
+    """Returns letters, then pairs and triples of letters, each a single token. Raises InvalidRequest if there are too
+    few.
     """
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
