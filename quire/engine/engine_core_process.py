@@ -78,9 +78,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Serve the engine until the process ends with its parent. If the engine cannot start, or fails later, send the
-    error to the parent and return 1.
-    """
+    """Serve the engine until the process ends with its parent. If the engine cannot start, or fails later, return 1."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)

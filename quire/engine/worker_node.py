@@ -124,7 +124,7 @@ class WorkerNode:
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
         """Wait for an assignment. Returns None if stopped or if the process ended. Raises ConfigError if machine 0
-        refuses for good, or if the first join fails because machine 0 does not answer in time or the process ends.
+        refuses for good, or if before the first join it does not answer in time or the process ends.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"

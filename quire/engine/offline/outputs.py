@@ -103,9 +103,7 @@ class BeamSearchOutput:
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
-    """Return log probabilities keyed by token id, the sampled token first. `listed`: the other tokens are
-    logprob_token_ids, so their ranks are unknown.
-    """
+    """The sampled token comes first. `listed`: the others are logprob_token_ids, so their ranks are unknown."""
     logprobs = {
         logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
     }

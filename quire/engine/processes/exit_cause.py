@@ -26,9 +26,9 @@ class ExitCause:
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """`code` is subprocess's return code, negative for a signal. `sender`: id of another process that sent a signal of
-    FAULT_SIGNALS; None if none is known. `oom_kills`: processes killed for lack of memory while this engine ran; if it
-    is None, SIGKILL never counts as external.
+    """`code` is subprocess's return code, negative for a signal. `sender`: another process that sent a signal of
+    FAULT_SIGNALS, if known. `oom_kills`: processes killed for lack of memory while this engine ran; if it is None,
+    SIGKILL never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

@@ -64,8 +64,8 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 class KVEventPublisher:
-    """Sends batches from a thread. A batch is dropped if `max_queue_size` batches wait for the thread, and for a
-    subscriber if `hwm` batches wait for it. The constructor raises ConfigError for unusable endpoints.
+    """Sends batches from a thread. Batches are dropped while `max_queue_size` batches wait for the thread, or `hwm` for
+    a subscriber. The constructor raises ConfigError for unusable endpoints.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:

@@ -49,8 +49,8 @@ class RunnableClock:
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
         """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long each thread has waited (two files per
-        thread), and subtracts the longest wait since the current series of inspections began. A call without `inspect`
-        ends the series. The kernel reports a wait only when it is over, so the clock may go back a little.
+        thread), and subtracts the longest wait in this series of inspections, which a call without `inspect` ends. The
+        kernel reports a wait only when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed

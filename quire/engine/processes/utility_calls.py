@@ -19,7 +19,7 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""Call id of the result that a process sends when it has started, cannot start, or ends because of a later error."""
+"""Call id of the result that says that a process has started, cannot start, or failed later."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode

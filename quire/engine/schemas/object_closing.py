@@ -62,8 +62,8 @@ class _ApplicableSchemas:
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
-    """Returns the schema unchanged if it cannot be decided how to close it. If `by_name`, its first level lists all
-    properties, even those that alternatives list too.
+    """Returns undecidable schemas unchanged. If `by_name`, the first level lists all properties, even if alternatives
+    list them too.
     """
     if not isinstance(schema, dict):
         return ClosedSchema(schema, ())
@@ -301,8 +301,8 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """`rest`: no other schema names properties that this one does not name, so its schemas for unnamed properties
-        can be closed. `lists`: no other schema has keywords for items.
+        """`rest`: no other schema names properties that this one lacks, so that schemas for unnamed properties can be
+        closed. `lists`: no other schema has keywords for items.
         """
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))

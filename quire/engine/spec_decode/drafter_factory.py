@@ -26,8 +26,7 @@ def choose_drafter(
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
     """If `config` is None, only forced tokens are drafted, which costs nothing without a grammar. `model`: a drafter
-    with a draft model or heads, and measured pairs (number of sequences, seconds per draft token). Returns None if
-    `config.method` is "none".
+    with a draft model or heads, and pairs (number of sequences, seconds per draft token).
     """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS

@@ -1,5 +1,5 @@
-"""Under load, only drafts that are almost certainly accepted save time, such as drafts after long matches. So a request
-without a grammar drafts only now and then, and directly after a step that verified a draft of the request.
+"""Under load, only drafts that are almost certain, such as those after long matches, save time. So a request without a
+grammar drafts only now and then, and directly after a step that verified its drafts.
 """
 
 from __future__ import annotations

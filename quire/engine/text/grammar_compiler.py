@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""Limit of the processor time of a grammar's check. It is low because the engine compiles the grammar again, and
-computes nothing else meanwhile.
+"""Limit of a grammar's check. It is low because the engine compiles the grammar again, and computes nothing else
+meanwhile.
 """
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
@@ -44,8 +44,8 @@ MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
 """Lower bound for a grammar's size, because some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Limit of the bytes that a grammar forces at one place. Each takes 0.5 KB, and after each token all are tokenized
-again: 256 KB would cost 130 MB per answer and 0.1 s per token.
+"""Limit of bytes forced at one place. Each takes 0.5 KB, and after each token all are tokenized again: 256 KB would
+cost 130 MB per answer and 0.1 s per token.
 """
 CHECK_STACK_BYTES = 4 << 20
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
@@ -182,7 +182,7 @@ class GrammarCompiler:
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
-        # The size is limited, because it may include memory that other threads allocated meanwhile.
+        # Limited, because other threads may have allocated memory meanwhile.
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
         for cached in list(self._cache):  # frees grammars that only the cache references

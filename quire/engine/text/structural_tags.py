@@ -99,8 +99,8 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """Names of rules for what follows a tag's `begin`, keyed by the tag's path. Rules are shared, because otherwise
-        each level of nesting would double the grammar.
+        """Rules for what follows a tag's `begin`, keyed by the tag's path. If they were not shared, each level of
+        nesting would double the grammar.
         """
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,

@@ -216,8 +216,8 @@ class _SpecialTokenReader:
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
         """Returns the special token directly after an assistant's text, if it always ends the turn: it must be the same
         token after the last message and before a user's message. That excludes harmony's `<|return|>` and tokens that
-        begin the user's turn. Tokens that also separate parts of an answer are excluded too: tokens between reasoning,
-        text and calls, `<|end|>` if the vocabulary has harmony's end tokens, and a token before one of `ends`.
+        begin the user's turn. Tokens inside answers are excluded too: those between reasoning, text and calls,
+        `<|end|>` if the vocabulary has harmony's end tokens, and a token before one of `ends`.
         """
         from quire.engine.text.conversation.chat_template import (
             ChatRenderer,  # imports Jinja, which most callers do not need

@@ -27,9 +27,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """Number of leading blocks whose loading saves the most time, or all blocks after _PROBE_INTERVAL decisions
-        against loading.
-        """
+        """Number of leading blocks whose loading saves the most time, or sometimes all, see _PROBE_INTERVAL."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

@@ -52,7 +52,7 @@ def make_kv_offloader(
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader | None, list[str]]:
     """Return the offloader, or None without tiers, and notes. `weight_files` is None if no file has the weights; then
-    only host memory is used, because a later engine could not verify stored blocks. Raises ConfigError.
+    blocks go only to host memory, because a later engine could not verify others. Raises ConfigError.
     """
     if not (settings := requested_tier_setting_names(config)):
         return None, []

@@ -52,8 +52,8 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Ids of requests that have already waited for a load. They compute blocks that are still missing, because
-        other requests might take loaded blocks again and again.
+        """Ids of requests that have waited for a load. They compute blocks that are still missing, because other
+        requests could take loaded blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
@@ -128,7 +128,7 @@ class TieredKVOffloader(KVOffloader):
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
         """Return a snapshot to load, if any, and how many leading blocks to use. If the model needs snapshots, the last
-        of these blocks has one. Reserves a slot for a snapshot from a tier.
+        block has one. Reserve a slot for a snapshot to load.
         """
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:

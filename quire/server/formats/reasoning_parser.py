@@ -25,8 +25,8 @@ class ReasoningFormat:
     """Marker that starts later spans, if it differs from `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """True if the prompt ends with the mark that opens thinking; False if it ends with the mark that closes
-        thinking, which forbids more; None if the model decides.
+        """True if the prompt ends with the mark that opens thinking, False if with the mark that closes thinking, None
+        if the model decides.
         """
         text = prompt.rstrip()
         if text.endswith(self.begin):
@@ -90,9 +90,8 @@ QUOTE_CHARACTERS = ("`", "'", '"')
 
 class ReasoningParser:
     """Separates reasoning from content. Later spans are searched only before the first of `stops`, which begin tool
-    calls, because arguments contain no thinking. Models sometimes forget to end their thinking before they call tools,
-    so calls within thinking count if the answer ends with them. Text that may be such calls is held back until
-    something follows.
+    calls, because arguments contain no thinking. Models sometimes forget to end their thinking before calls, so calls
+    within thinking count if the answer ends with them. Such calls are held back until something follows.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """Returns how many characters, from the call marker on, belong to the thinking. If the answer ends with calls,
-        returns 0, because the thinking ends before the marker.
+        """Returns how many characters from the marker on belong to the thinking: 0 if the answer ends with calls,
+        because these end the thinking.
         """
         source, end = self._source, self._format.end
         assert self._start_trial is not None

@@ -65,8 +65,8 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Uses vLLM's names. The engine's first step for the request ends the queue time, and begins the time to the first
-    token. All are None before the first token.
+    """Uses vLLM's names. The engine's first step for the request ends the queue time. All values are None before the
+    first token.
     """
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at

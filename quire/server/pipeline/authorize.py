@@ -53,9 +53,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """`requested_id` is made from the body's request_id or X-Request-Id; it is empty for stored responses. `id` is
-    random.
-    """
+    """`requested_id` comes from the body's request_id or X-Request-Id, but is empty for stored responses."""
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):

@@ -127,7 +127,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
             if answer.can_restart and server.persistence is not None:
                 server.persistence.schedule_response_restart(recorder.owner, resolved.answer_id)
             elif not (writer.has_ended_unfinished and is_leaving()):
-                # If the server is leaving, the next process continues an unfinished response instead.
+                # A leaving server lets the next process continue an unfinished response.
                 await retry_until_written(f"the end of {resolved.answer_id} waits", store_and_forget, is_leaving)
         finally:
             lease.release_lease()

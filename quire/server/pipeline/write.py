@@ -19,8 +19,7 @@ from quire.server.runtime.server_context import get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Header with the version of the weights that computed the last token or, for a stream, that were used when it started.
-"""
+"""Header with the version of the weights at the last token or, for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
 """Answers with more numbers are written in a thread, because their JSON takes milliseconds."""
 

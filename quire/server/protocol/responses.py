@@ -128,9 +128,7 @@ class ConversationId(BodyModel):
 
 class PromptCacheOptions(BodyModel):
     comparison_response_id: Annotated[str, StringConstraints(max_length=MAX_SESSION_ID_LENGTH)] | None = None
-    """Id of an earlier response. The field prompt_cache_diagnostics of the answer compares that response's prompt with
-    this request's.
-    """
+    """Id of an earlier response. The answer's prompt_cache_diagnostics compare its prompt with this request's."""
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False

@@ -346,9 +346,9 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Rejects much too long texts early. Tokenizes slices, which together have about as many tokens as the text. Raises
-    ContextLengthExceeded if they exceed the context by over 10 % and one token per slice, more than the cuts between
-    slices can add. Tokenizing the whole text finds smaller excesses.
+    """Rejects much too long texts early. Slices together have about as many tokens as the text. Raises
+    ContextLengthExceeded if they exceed the context by over 10 % and one token per slice, more than the cuts can add.
+    Tokenizing the whole text finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return

@@ -45,7 +45,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
     """Copies the message's reasoning to each missing field of REASONING_FIELDS. Tool arguments become objects or, with
-    `text_arguments`, JSON strings. Arguments that are not JSON stay unchanged.
+    `text_arguments`, JSON strings. Invalid JSON stays unchanged.
     """
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}

@@ -116,7 +116,7 @@ class ChatRenderer:
         """Renders a prompt. With continue_final_message, it ends where the last message's content ends.
 
         Raises InvalidRequest for an unknown role, a reserved variable, a missing template, or messages that the
-        template refuses or does not show completely.
+        template refuses or omits.
         """
         variables = {**self._variables, **(variables or {})}
         for name in sorted(RESERVED_VARIABLES):

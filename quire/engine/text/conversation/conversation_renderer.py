@@ -147,7 +147,7 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
     """True if `text` contains `expected`, which may be trimmed, indented, or escaped as JSON or HTML. If
-    `by_assistant`, reasoning at its beginning may be missing.
+    `by_assistant`, leading reasoning may be missing.
     """
     if by_assistant:
         for end in _REASONING_ENDS:

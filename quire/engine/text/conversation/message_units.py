@@ -95,7 +95,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
     """Returns each result's call index, or None. If the result or all calls lack ids, the result answers the first open
-    call, or the first open call of its name if it has a name.
+    call, of the result's name if it has one.
     """
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}

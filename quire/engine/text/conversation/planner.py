@@ -134,7 +134,7 @@ class ConversationPlanner:
     ) -> tuple[AdaptationRule, bool]:
         """Returns the first rule that the template accepts together with a usual continuation, otherwise the first that
         it accepts, otherwise one with which it omits only the calls' arguments. Returns (AS_SENT, False) if there is
-        none; then the unit stays unchanged.
+        none.
         """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None

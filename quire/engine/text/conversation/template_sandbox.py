@@ -31,8 +31,7 @@ _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Filters whose results are as large as all nested values together. A list can contain another list several times."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""If a body has more characters or syntax nodes than this, each run of the body costs extra steps, one per this many.
-"""
+"""Each run of a body costs one extra step per this many characters or syntax nodes of the body."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):

@@ -111,8 +111,8 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """Returns a regular expression for the calls' first three atoms, with any whitespace between them. An answer
-        that begins with a match is not text.
+        """Returns a pattern of the calls' first three atoms, with any whitespace between them. An answer that begins so
+        is not text.
         """
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

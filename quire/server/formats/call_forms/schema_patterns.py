@@ -30,8 +30,8 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Returns a Lark terminal that matches `pattern`, then `end`. The matched text must not contain `stop` earlier,
-    because parsers would end it there.
+    """Returns a Lark terminal that matches `pattern`, then `end`. The text may not contain `stop`, because parsers end
+    the text there.
     """
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:

@@ -40,8 +40,8 @@ class TaggedArguments(ArgumentsForm):
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of a list item's element, if lists and objects are written as elements. In the text, `element_prefix`
-    precedes each element's name.
+    """Name of a list item's element, if lists and objects are written as elements. `element_prefix` precedes each
+    element's name.
     """
 
     @property

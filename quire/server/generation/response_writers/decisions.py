@@ -113,8 +113,8 @@ def choice_confidence(shares: Sequence[float]) -> float:
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """Returns 1 - d / u, at least 0: d is the mean distance of a level from the likeliest level, and u the mean
-    distance from the middle level if all levels are equally likely.
+    """Returns 1 - d / u, at least 0: d is the mean distance from the likeliest level, u that of equally likely levels
+    from the middle level.
     """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])

@@ -162,8 +162,8 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """False if the model has no tokens that begin and end thinking. Then a budget is ignored, because Anthropic's
-    budget is only a target.
+    """False without tokens that begin and end thinking. A budget is then ignored, because Anthropic's budget is only a
+    target.
     """
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
