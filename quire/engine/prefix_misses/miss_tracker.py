@@ -45,7 +45,7 @@ class _OpenRequest:
     num_computed: int = 0
     """Number of computed prompt tokens."""
     seconds: float = 0.0
-    """Time of the steps that computed prompt tokens, in proportion to these tokens' share of each step."""
+    """Time of the request's steps, each multiplied by its prompt tokens' share of the step."""
 
 
 @dataclass(slots=True)

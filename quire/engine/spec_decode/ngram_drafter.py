@@ -34,8 +34,8 @@ class NgramIndex:
     """
 
     def __init__(self, min_ngram: int) -> None:
-        # Numbers take a third of the time that objects take, most of which is garbage collection. N-grams are stored as
-        # hashes; collisions are detected when texts at the positions are compared.
+        # Positions are numbers, because objects would take three times as long, mostly for garbage collection. N-grams
+        # are stored as hashes; collisions are detected when texts at the positions are compared.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
         """Keyed by length of the n-gram, then by its hash."""
