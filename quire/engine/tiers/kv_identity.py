@@ -70,14 +70,22 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 @cache
 def code_hash() -> bytes:
-    """Computed only once per process, because the process keeps running the code that it loaded."""
-    engine = Path(__file__).resolve().parent.parent
+    """Hash of the code that keys and values depend on. It is computed only once per process, because the process keeps
+    running the code that it loaded.
+    """
     hasher = blake2b(digest_size=16)
-    for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
+    for folder in numeric_code_folders():
         for file in sorted(each for each in folder.rglob("*") if each.suffix in _CODE_SUFFIXES):
             content = file.read_bytes()
             hasher.update(f"{file.name}:{len(content)}:".encode() + content)
     return hasher.digest()
+
+
+def numeric_code_folders() -> list[Path]:
+    """Folders with kernels, layers and models, and with the descriptions of architectures that these are built from."""
+    engine = Path(__file__).resolve().parent.parent
+    folders = ("architecture", "encoders", "families", "layers", "models")
+    return [engine.parent / "kernels", *(engine / folder for folder in folders)]
 
 
 class WeightFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
+from quire.engine.tiers.kv_identity import numeric_code_folders
 from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import METHODS, Recorded, made_head
@@ -351,3 +353,14 @@ def test_idle_warmup_does_not_overwrite_loaded_blocks(tmp_path: Path) -> None:
     assert answers[first.id].cached_tokens == 112
     assert ids_and_logprobs(answers) == expected
     two.shut_down()
+
+
+@pytest.mark.parametrize(
+    "name", ["architecture.rope", "encoders.encoder", "families.qwen3", "layers.rope", "models.decoder"]
+)
+def test_stored_blocks_are_not_found_after_change_of_code_that_numbers_depend_on(name: str) -> None:
+    """KV blocks on disk are found only by the code that wrote them. A family's file says how its layers compute."""
+    found = find_spec(f"quire.engine.{name}")
+    assert found is not None
+    assert found.origin is not None
+    assert any(Path(found.origin).is_relative_to(folder) for folder in numeric_code_folders())
