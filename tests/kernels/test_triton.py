@@ -71,7 +71,7 @@ PARTS = {
     "attention": {"attend", "attend_splits"},
     "experts": {"multiply_experts"},
     "latents": {"attend_latents", "attend_latent_splits", "attend_expanded"},
-    "products": set[str](),
+    "products": {"multiply_weight_only"},
     "recurrences": CHUNKS,
     "rows": {"pick_tokens", "gather_candidates", "_norm_rope_store_kernel", "_norm_kernel"},
 }

@@ -52,8 +52,8 @@ MeminfoReader = Callable[[str], int | None]
 
 
 def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    rows = [size for size in MIXED_GRAPH_DECODE_SIZES if size < 2 * max_num_seqs] or MIXED_GRAPH_DECODE_SIZES[:1]
-    return rows[-1] + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
+    rows = next((size for size in MIXED_GRAPH_DECODE_SIZES if size >= max_num_seqs), MIXED_GRAPH_DECODE_SIZES[-1])
+    return rows + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:

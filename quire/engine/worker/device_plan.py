@@ -51,6 +51,8 @@ _KV_DTYPES = {
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
 """From NVIDIA's CUDA minor version compatibility table: the oldest driver for each CUDA major version."""
+_FOLLOWER_TRIAL_SECONDS = 60.0
+"""How long a rank other than the first waits for a trial that the first rank left no verdict of."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """Disables AMX in oneDNN. With AMX, a row's bfloat16 product depends on the number of rows (seen for 12 to 32 rows).
 oneDNN reads this setting before its first product.
@@ -307,6 +309,8 @@ def choose_device_plan(
     check_device_supports_attention(device, model_config, spec)
     check_kv_dtype_supports_attention(kv_dtype, spec)
     child_trials = make_child_trials(config, device, nvidia_driver_version, progress)
+    if child_trials is not None and backend_tried:  # a rank that is silent for longer counts as lost
+        child_trials = replace(child_trials, timeout_seconds=_FOLLOWER_TRIAL_SECONDS)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, child_trials, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
     # Deterministic towers on GPUs encode images one by one, so their kernels may depend on the batch.

@@ -103,6 +103,7 @@ class ModelRunner:
                 *buffers,
                 run_draft_heads=run_draft_heads,
                 group=model.shard.group,
+                max_step_tokens=allocation.max_step_tokens,
             )
         self._sampler = BatchSampler(model, slots, grammars)
         self._step_splitter = make_step_splitter(

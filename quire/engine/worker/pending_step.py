@@ -127,12 +127,14 @@ class PendingStep:
 class UnsampledStep:
     """A step whose forward pass is launched, and whose sampling waits for a token that a grammar must follow first."""
 
-    launch_sampling: Callable[[], PendingStep]
+    launch_sampling: Callable[[], PendingStep] | None
+    """None once it was called, so that its logits and hidden states are freed."""
     _sampled_step: PendingStep | None = None
 
     def sample_tokens(self) -> None:
-        if self._sampled_step is None:
-            self._sampled_step = self.launch_sampling()
+        if self.launch_sampling is not None:
+            launch_sampling, self.launch_sampling = self.launch_sampling, None
+            self._sampled_step = launch_sampling()
 
     def result(self) -> ModelRunnerOutput:
         assert self._sampled_step is not None, "sample_tokens was not called"

@@ -88,6 +88,7 @@ class MixedBatchGraphs:
         *,
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
         """Only the batches and failed captures decide which graphs are captured. Both are the same on all ranks, so all
         ranks have the same graphs.
@@ -96,7 +97,10 @@ class MixedBatchGraphs:
         self._input_batch = slots
         self._width, self._dtype = width, dtype
         self._block_counts = graph_block_counts(slots)
-        self._token_sizes = [size for size in MIXED_GRAPH_PREFILL_SIZES if size <= slots.max_model_len]
+        largest = prefill_size_of(slots.max_model_len if max_step_tokens is None else max_step_tokens)
+        self._token_sizes = [
+            size for size in MIXED_GRAPH_PREFILL_SIZES if size <= slots.max_model_len and size <= largest
+        ]
         self._buffers: dict[tuple[int, int], _StaticBuffers] = {}
         first = [
             MixedGraphKey(MIXED_GRAPH_DECODE_SIZES[0], size, self._block_counts[0], 2)
@@ -226,7 +230,7 @@ class MixedBatchGraphs:
         )
         if key in self.graph_set.graphs:
             self._record_use(key)
-        if self._run_draft_heads is not None and key in self.graph_set.graphs:
+        if self._run_draft_heads is not None and key in self.graph_set.graphs and key not in self.draft_head_graphs:
             self.draft_head_graphs.capture_graph(
                 key, key.num_total_rows, partial(self._run_draft_heads, *_step_arguments(key, buffers), buffers.hidden)
             )
@@ -305,3 +309,9 @@ def _step_arguments(key: MixedGraphKey, buffers: _StaticBuffers) -> tuple[Tensor
 def _replay_and_select(graph: CapturedGraph, indices: Tensor) -> Tensor:
     graph.replay()
     return graph.output.index_select(0, indices)
+
+
+def prefill_size_of(num_tokens: int) -> int:
+    """Return the smallest prefill size of a graph for a step of so many prompt tokens, or the largest size."""
+    padded = num_tokens + NUM_PREFILL_ROWS - 1
+    return next((size for size in MIXED_GRAPH_PREFILL_SIZES if size >= padded), padded)

@@ -21,6 +21,7 @@ class RunnerResources:
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
+    max_step_tokens: int | None = None
 
 
 def allocate_runner_resources(
@@ -58,4 +59,5 @@ def allocate_runner_resources(
         if needs_null_block
         else context_shard,
     )
-    return RunnerResources(capture, kv_tensors, input_batch, None if capture is None else chosen.eager_prefill_reason)
+    eager_prefill_reason = None if capture is None else chosen.eager_prefill_reason
+    return RunnerResources(capture, kv_tensors, input_batch, eager_prefill_reason, config.max_step_tokens)
