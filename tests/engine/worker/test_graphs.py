@@ -27,8 +27,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models.heads.eagle import Eagle3Head
-from quire.engine.worker import model_runner as runners
-from quire.engine.worker import warmup
+from quire.engine.worker import batch_sampler, warmup
 from quire.engine.worker.device_memory import AvailableMemory, GpuMemory
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
@@ -628,7 +627,7 @@ def test_warmup_runs_sampler_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return pick
 
-    monkeypatch.setattr(runners, "choose_sampler", watched)
+    monkeypatch.setattr(batch_sampler, "choose_sampler", watched)
     engine = start(monkeypatch, FakeCapture())
     seen.clear()
     warm_up_runner(engine.executor, 0.0, 64)
