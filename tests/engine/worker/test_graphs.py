@@ -616,7 +616,7 @@ def test_missing_graphs_count_as_later_captured_ones() -> None:
 @pytest.mark.usefixtures("fake_flash")
 def test_warmup_runs_sampler_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, float]] = []
-    choose = runners.choose_sampler
+    choose = batch_sampler.choose_sampler
 
     def watched(*of: Any) -> Callable[..., Tensor]:
         sample = choose(*of)
