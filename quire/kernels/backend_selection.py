@@ -172,7 +172,9 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """Create a streamer of layers in `folder`; None if unsupported. Raises OSError."""
+    """Create a streamer that stores layers in an unnamed file in `folder` and reads them from it. Return None unless
+    the backend is CpuBackend. Raises OSError.
+    """
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -156,8 +156,8 @@ class ServerConfig(EngineConfig):
     max_stored_size: float = Field(
         1.0,
         gt=0,
-        description="GiB that --data-dir may hold; beyond it, the oldest entries of the key that stores most are "
-        "deleted",
+        description="GiB that files, the journal and everything else in --data-dir may each take; beyond it, the "
+        "oldest entries of the key that stores most are deleted",
     )
     response_retention_days: float = Field(
         30.0,

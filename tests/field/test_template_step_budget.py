@@ -59,6 +59,26 @@ def test_long_template_bodies_exhaust_step_budget(name: str) -> None:
         ChatRenderer({"default": LONG[name]}, {})
 
 
+DOUBLED = (
+    "{% set v = namespace(x=START) %}{% for a in range(24) %}{% set v.x = v.x + v.x %}{% endfor %}{{ v.x | length }}"
+)
+LARGE = {
+    "format of bytes": "{{ ('%20000000d'.encode() % 1) | length }}",
+    "format of bytes with an argument's width": "{{ ('%*d'.encode() % (20000000, 1)) | length }}",
+    "repeated bytes": "{{ ('a'.encode() * 20000000) | length }}",
+    "doubled bytes": DOUBLED.replace("START", "('abcdefgh' * 40).encode()"),
+    "doubled tuples": DOUBLED.replace("START", "('abcdefgh' * 40, 1, 2, 3, 4, 5, 6, 7, 8, 9)"),
+    "doubled text": DOUBLED.replace("START", "'abcdefgh' * 40"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_template_cannot_create_large_values_of_any_type(name: str) -> None:
+    """A reader of the sandbox's docstrings saw that `'%20000000d'.encode() % 1` made 20 MB, past the limit."""
+    with pytest.raises(ModelError, match=r"steps|larger than"):
+        ChatRenderer({"default": LARGE[name]}, {})
+
+
 def test_step_budget_restarts_with_each_rendering() -> None:
     environment = BoundedEnvironment({})
     template = environment.from_string("{% for a in range(99999) %}{% endfor %}" * 15)

@@ -56,8 +56,9 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the normed activations to 8 bits if their only readers, `linears`, accept that. Returns the same as
-        add_and_norm, but with `parallel` ignores x and returns (norm(residual), residual).
+        """Quantizes the normed activations, whose only readers are `linears`, to 8 bits if any of them accepts that. If
+        another one needs unrounded values, keeps these too. Returns the same as add_and_norm, but with `parallel`
+        ignores x and returns (norm(residual), residual).
         """
         if parallel:
             assert residual is not None

@@ -29,8 +29,8 @@ MAX_TENANT_BYTES = 16 << 20
 MAX_TOTAL_BYTES = 64 << 20
 """Above this, the tenant whose last request is oldest loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""Fewer than this many tokens at a prompt's end may be missing from the next turn's prompt, because they begin the
-answer.
+"""A prompt still counts as the next turn if fewer than this many tokens of the earlier prompt's end are missing from
+it. These tokens open the answer, and templates may omit them later.
 """
 _NUM_CONTEXT_TOKENS = 24
 

@@ -28,7 +28,9 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Defaults come from generation_config.json. Raises InvalidRequest, NeedsWorker."""
+    """Defaults are the model's, from generation_config.json unless --generation-config or --override-generation-config
+    changes them. Raises InvalidRequest, NeedsWorker.
+    """
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None

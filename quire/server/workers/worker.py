@@ -100,7 +100,9 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
 
 
 def _reap_ended_workers() -> None:
-    """Runs only before a fork, because until then the server reads from /proc how a worker ended."""
+    """Reaps only before a fork, because reaping removes the entry in /proc from which the server reads how a worker
+    ended.
+    """
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -157,14 +157,18 @@ class _PackedMatmulMode(TorchFunctionMode):
         return rows if bias is None else rows + bias
 
     def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
-        """Returns None for other matrices or unsupported dtypes."""
+        """Returns None for matrices other than the module's own, and for unsupported dtypes. If `weight` is that matrix
+        converted to another dtype, its values are compared only once per dtype.
+        """
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:
             return None
         cached = self._packed.get(weight.dtype)
-        if cached is None or cached[0] is not parameter:
-            if not torch.equal(parameter.to(weight.dtype), weight):
-                return None
+        is_known = cached is not None and cached[0] is parameter
+        is_same_or_converted = weight.dtype != parameter.dtype or weight.data_ptr() == parameter.data_ptr()
+        if not (is_known and is_same_or_converted) and not torch.equal(parameter.to(weight.dtype), weight):
+            return None
+        if cached is None or not is_known:
             cached = self._packed[weight.dtype] = parameter, self._backend.pack_linear(weight.detach(), None)
         return cached[1]
 

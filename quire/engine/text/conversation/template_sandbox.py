@@ -30,6 +30,8 @@ _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replac
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Filters whose results are as large as all nested values together. A list can contain another list several times."""
+_SEQUENCES = (str, bytes, list, tuple)
+"""Types whose values grow by `+` and `*`. Templates get bytes from `'a'.encode()`."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
 """Each run of a body costs one extra step per this many characters or syntax nodes of the body."""
 
@@ -182,11 +184,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
-            if isinstance(left, str | list) and isinstance(right, str | list):
+            if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
                 _CURRENT_BUDGET.get().spend_steps((len(left) + len(right)) // _SIZE_PER_STEP)
         else:
             _check_result_size(operator, _binop_result_size(operator, left, right))
-        if operator == "%" and isinstance(left, str):
+        if operator == "%" and isinstance(left, str | bytes):
             _CURRENT_BUDGET.get().charge_value(right)
         return super().call_binop(context, operator, left, right)
 
@@ -230,11 +232,16 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     sequence, factor = (right, left) if isinstance(left, int) else (left, right)
-    return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
+    return len(sequence) * factor if isinstance(sequence, _SEQUENCES) and isinstance(factor, int) else 0
 
 
 def _total_format_width(text: Any) -> int:
-    """Total width of a format's fields; more than MAX_RESULT_SIZE if a width comes from an argument."""
+    """Returns an upper bound of the total width of a format's fields: the sum of all numbers in it, also of those that
+    are no widths. If a width comes from an argument, returns more than MAX_RESULT_SIZE. Returns 0 for other values than
+    texts and bytes.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("latin-1")
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
