@@ -43,5 +43,5 @@ def test_uvicorn_serves_create_app_factory() -> None:
 
 def test_create_app_rejects_several_api_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_SERVER_COUNT", "2")
-    with pytest.raises(ConfigError, match="api_server_count: is for `quire serve`"):
+    with pytest.raises(ConfigError, match="api_server_count: works only with `quire serve`"):
         create_app()

@@ -40,7 +40,6 @@ OTHER_USES = {
     "quire/engine/layers/recurrent/mamba2.py": {"mamba"},
     "quire/engine/layers/rope.py": {"_LLAMA3_FIELDS", "_llama3_frequencies", "llama3"},
     "quire/engine/text/conversation/unit_writer.py": {"_with_kimi_style_call_ids"},  # ids in chat templates
-    "quire/engine/text/token_sequences/sequence_breakers.py": {"llama.cpp's."},
 }
 """By file: words that contain a family's name but mean something else there."""
 TOKENIZERS = "quire/engine/gguf/pre_tokenizers.py"

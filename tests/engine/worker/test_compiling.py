@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder
-from quire.engine.worker import draft_head_runner, draft_model_runner, input_batch, model_runner, startup
+from quire.engine.worker import batch_sampler, draft_head_runner, draft_model_runner, input_batch, model_runner, startup
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.draft_model_runner import DraftModelRunner
 from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
@@ -117,9 +117,17 @@ def start(
     `path`: where the model is, if it exists already.
     """
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture)
-    for each in (model_runner, draft_head_runner, draft_model_runner):
+    for each in (batch_sampler, draft_head_runner, draft_model_runner):
         monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
-    for each in (model_runner, draft_head_runner, draft_model_runner, input_batch, device_sampler, sampling_rules):
+    for each in (
+        model_runner,
+        batch_sampler,
+        draft_head_runner,
+        draft_model_runner,
+        input_batch,
+        device_sampler,
+        sampling_rules,
+    ):
         monkeypatch.setattr(each, "upload_arrays", upload_aligned)
     options = {
         "num_kv_blocks": 200,
@@ -225,7 +233,7 @@ def test_drafters_launch_only_precompiled_kernel_variants(
 ) -> None:
     """Draft models with other widths, and draft heads: next to steps, and while they draft."""
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
-    for each in (model_runner, decoder):  # memory that no kernel has written may hold NaN, which would end a request
+    for each in (batch_sampler, decoder):  # memory that no kernel has written may hold NaN, which would end a request
         monkeypatch.setattr(each, "has_finite_logits", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
     model = None
     if method == "draft_model":

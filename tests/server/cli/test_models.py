@@ -243,7 +243,7 @@ def test_documents_contain_current_models_table() -> None:
 
 
 def test_readme_states_number_of_catalog_models() -> None:
-    assert f"`.venv/bin/quire models` lists {len(load_catalog())} for" in (ROOT / "README.md").read_text()
+    assert f"`.venv/bin/quire models` lists all {len(load_catalog())}." in (ROOT / "README.md").read_text()
 
 
 def test_catalog_rows_with_sources_have_https_pages_and_date() -> None:
