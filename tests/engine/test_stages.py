@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_struct
 from safetensors.torch import load_file, save_file
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import attention_kv_cache_spec
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups, build_kv_cache_groups
 from quire.engine.checkpoint.layer_placement import (
     layers_per_block_by_stage,
@@ -294,7 +294,7 @@ def test_stage_kv_cache_groups_keep_windows_and_unique_places(stages: int) -> No
     """Gemma has five layers with a window to one without. A stage's blocks shrink with its number of layers, except for
     remainders.
     """
-    states = [(PagedState(64, None if index % 6 == 5 else 1024),) for index in range(48)]
+    states = [(attention_kv_cache_spec(64, window=None if index % 6 == 5 else 1024),) for index in range(48)]
     groups = build_kv_cache_groups(states, 32768, 16)
     assert (groups.layers_per_block, groups.num_groups) == (8, 6)
     assert len({*zip(groups.group_of_layer, groups.layer_index_in_block, strict=True)}) == 48

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.architecture.kv_cache_spec import MatrixState
+from quire.engine.architecture.kv_cache_spec import RecurrentStateSpec
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
@@ -441,7 +441,7 @@ def test_sequences_use_planned_blocks_slots_and_snapshots(
         each.zero_()
     prompts = [[3 + (7 * at + each) % 300 for each in range(100)] for at in range(2)]
     run(made, [request(str(at), prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
-    large = any(isinstance(each, MatrixState) for each in made.executor._model.spec.kv_cache_specs)
+    large = any(isinstance(each, RecurrentStateSpec) for each in made.executor._model.spec.kv_cache_specs)
     snapshots = 2 * 3 if large else 0  # at 32, 64 and 96 tokens
     assert len(written_indices(states)) == 2 + snapshots
     assert len(written_indices([each.transpose(0, 1) for each in pages])) == (0 if family == "mamba2" else 2 * 7)

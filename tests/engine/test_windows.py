@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import attention_kv_cache_spec
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, build_kv_cache_groups, single_kv_cache_group
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.model_resolver import read_model_config
@@ -156,7 +156,7 @@ def test_plan_sizes_equal_engine_cache_specs(family: str, tmp_path: Path) -> Non
 def test_kv_cache_groups_have_one_window_and_unique_layer_places(
     windows: tuple[int | None, ...], longest: int, groups: int, unused: int
 ) -> None:
-    states = [(PagedState(64, window),) for window in windows]
+    states = [(attention_kv_cache_spec(64, window=window),) for window in windows]
     made = build_kv_cache_groups(states, longest, 16)
     assert (made.num_groups, made.layers_per_block * made.num_groups - len(windows)) == (groups, unused)
     assert len(set(zip(made.group_of_layer, made.layer_index_in_block, strict=True))) == len(windows)
@@ -164,7 +164,7 @@ def test_kv_cache_groups_have_one_window_and_unique_layer_places(
     for window, group in zip(windows, made.group_of_layer, strict=True):
         assert made.windows[group] == window or ((made.windows[group] is None and groups == 1) or window >= longest)
     assert build_kv_cache_groups(states, longest, 16, keep_all_tokens=True) == single_kv_cache_group(len(windows))
-    unequal = [*states[1:], (PagedState(128, windows[0]),)]
+    unequal = [*states[1:], (attention_kv_cache_spec(128, window=windows[0]),)]
     assert build_kv_cache_groups(unequal, longest, 16) == single_kv_cache_group(len(windows))
 
 

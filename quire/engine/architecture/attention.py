@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.engine.architecture.kv_cache_spec import PagedState, SharedState
+from quire.engine.architecture.kv_cache_spec import AttentionSpec, SharedKVSpec, attention_kv_cache_spec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.rope import QueryScaling
@@ -54,10 +54,10 @@ class AttentionLayerSpec(SublayerSpec):
     """Layer whose keys and values are read; None for its own."""
 
     @property
-    def kv_cache_spec(self) -> PagedState | SharedState:
+    def kv_cache_spec(self) -> AttentionSpec | SharedKVSpec:
         if self.kv_source_layer is not None:
-            return SharedState(self.kv_source_layer, self.window)
-        return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
+            return SharedKVSpec(self.kv_source_layer, self.window)
+        return attention_kv_cache_spec(2 * self.num_kv_heads * self.head_dim, self.head_dim, self.window)
 
     @property
     def attention_width(self) -> int:

@@ -6,7 +6,13 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
+from quire.engine.architecture.kv_cache_spec import (
+    AttentionSpec,
+    KVCacheSpec,
+    LayerKVCacheSpecs,
+    RecurrentStateSpec,
+    SharedKVSpec,
+)
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
@@ -108,17 +114,17 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
-    def layer_cache_specs(self) -> list[LayerStates]:
+    def layer_cache_specs(self) -> list[LayerKVCacheSpecs]:
         return [tuple(each.kv_cache_spec for each in layer if each.kv_cache_spec is not None) for layer in self.layers]
 
     @property
-    def kv_cache_specs(self) -> list[State]:
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
         return list(chain.from_iterable(self.layer_cache_specs))
 
     @property
     def needs_state_snapshots(self) -> bool:
         """True if only a state snapshot can continue a cached prefix."""
-        return any(isinstance(each, MatrixState) for each in self.kv_cache_specs)
+        return any(isinstance(each, RecurrentStateSpec) for each in self.kv_cache_specs)
 
     @property
     def pipeline_parallel_error(self) -> str | None:
@@ -127,7 +133,7 @@ class DecoderSpec:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
             return "the model's layers read the token embeddings, which only the first process would have"
-        if any(isinstance(each, SharedState) for each in self.kv_cache_specs):
+        if any(isinstance(each, SharedKVSpec) for each in self.kv_cache_specs):
             return "some of the model's layers read keys and values of others, which must be in the same process"
         return None
 
@@ -157,7 +163,7 @@ class DecoderSpec:
         """Return why ranks cannot divide a sequence's tokens; None if they can."""
         if self.has_sparse_attention:
             return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
-        if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
+        if all(isinstance(each, AttentionSpec | SharedKVSpec) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import MLAAttentionSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import (
     LinearSizes,
@@ -70,10 +70,10 @@ class MLALayerSpec(SublayerSpec):
         return None
 
     @property
-    def kv_cache_spec(self) -> PagedState:
+    def kv_cache_spec(self) -> MLAAttentionSpec:
         """Includes index keys."""
         elements = self.head_dim + (0 if self.indexer is None else self.indexer.head_dim)
-        return PagedState(elements, None, elements)
+        return MLAAttentionSpec(elements, elements)
 
     @property
     def attention_width(self) -> int:

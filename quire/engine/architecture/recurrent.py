@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnState
+from quire.engine.architecture.kv_cache_spec import RecurrentStateSpec, ShortConvStateSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
@@ -38,9 +38,9 @@ class MatrixStateSpec(SublayerSpec):
         return sum(heads * size for heads, size in self.conv_input_shapes)
 
     @property
-    def kv_cache_spec(self) -> MatrixState:
+    def kv_cache_spec(self) -> RecurrentStateSpec:
         num_extra_values = self.extra_values_per_draft(self.num_heads)
-        return MatrixState(
+        return RecurrentStateSpec(
             self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, num_extra_values
         )
 
@@ -228,8 +228,8 @@ class ShortConvSpec(SublayerSpec):
     output_norm: bool = False
 
     @property
-    def kv_cache_spec(self) -> PagedColumnState:
-        return PagedColumnState(self.num_channels, self.conv_width - 1)
+    def kv_cache_spec(self) -> ShortConvStateSpec:
+        return ShortConvStateSpec(self.num_channels, self.conv_width - 1)
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix, channels = f"{layer}.conv", self.num_channels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import AttentionSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import (
     LinearSizes,
@@ -37,10 +37,10 @@ class SharedTransformerSpec(SublayerSpec):
     """Not only the MLP but also Q, K and V have low-rank linears."""
 
     @property
-    def kv_cache_spec(self) -> PagedState:
-        state = self.attention.kv_cache_spec
-        assert isinstance(state, PagedState)
-        return state
+    def kv_cache_spec(self) -> AttentionSpec:
+        spec = self.attention.kv_cache_spec
+        assert isinstance(spec, AttentionSpec)
+        return spec
 
     @property
     def num_heads(self) -> int:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.architecture.kv_cache_spec import State
+from quire.engine.architecture.kv_cache_spec import KVCacheSpec
 from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, count_parameters, linear_sizes
 
 
@@ -52,7 +52,7 @@ class SublayerSpec:
     __slots__ = ()
 
     @property
-    def kv_cache_spec(self) -> State | None:
+    def kv_cache_spec(self) -> KVCacheSpec | None:
         """What the sublayer stores per sequence; None if nothing."""
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
+from quire.engine.architecture.kv_cache_spec import LayerKVCacheSpecs, SharedKVSpec, max_blocks_in_window
 from quire.engine.checkpoint.config_reader import extract_text_config
 from quire.engine.checkpoint.family_spec import build_decoder_spec
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
@@ -97,7 +97,9 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
         text_fields = extract_text_config(model.transformers_config)
         return [each for each in unserved_layer_windows(text_fields, model.num_layers) if each]
     return [
-        each.window for each in build_decoder_spec(model).kv_cache_specs if isinstance(each, PagedState) and each.window
+        each.window
+        for each in build_decoder_spec(model).kv_cache_specs
+        if each.window and not isinstance(each, SharedKVSpec)
     ]
 
 
@@ -106,7 +108,7 @@ def max_draft_tokens_per_step(config: EngineConfig) -> int:
 
 
 def build_kv_cache_groups(
-    layer_states: Sequence[LayerStates], max_context: int, block_size: int, *, keep_all_tokens: bool = False
+    layer_specs: Sequence[LayerKVCacheSpecs], max_context: int, block_size: int, *, keep_all_tokens: bool = False
 ) -> KVCacheGroups:
     """Choose the layers per block that minimize the memory of `max_context` tokens.
 
@@ -114,20 +116,20 @@ def build_kv_cache_groups(
     states, because a block then could not serve every layer.
     """
     kv_source_layers = [
-        next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states
+        next((each.layer for each in layer if isinstance(each, SharedKVSpec)), None) for layer in layer_specs
     ]
     if any(source is not None for source in kv_source_layers):
         kv_owning_layers = [
-            layer for layer, source in zip(layer_states, kv_source_layers, strict=True) if source is None
+            layer for layer, source in zip(layer_specs, kv_source_layers, strict=True) if source is None
         ]
         return _add_kv_sharing_layers(
             build_kv_cache_groups(kv_owning_layers, max_context, block_size, keep_all_tokens=keep_all_tokens),
             kv_source_layers,
         )
     keep_all_tokens = (
-        keep_all_tokens or len({tuple(replace(each, window=None) for each in layer) for layer in layer_states}) > 1
+        keep_all_tokens or len({tuple(each.without_window() for each in layer) for layer in layer_specs}) > 1
     )
-    windows = [layer[0].window if len(layer) == 1 else None for layer in layer_states]
+    windows = [layer[0].window if len(layer) == 1 else None for layer in layer_specs]
     effective_windows = [
         None if window is None or window >= max_context or keep_all_tokens else window for window in windows
     ]
@@ -148,7 +150,7 @@ def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: 
     for size in range(1, max(layers_by_window.values()) + 1):
         groups = {window: -(-count // size) for window, count in layers_by_window.items()}
         cost = size * sum(
-            count * _max_blocks_in_window(window, 1, max_blocks, block_size) for window, count in groups.items()
+            count * max_blocks_in_window(window, 1, max_blocks, block_size) for window, count in groups.items()
         )
         is_lower = cost < lowest_cost or (layers_per_block is not None and cost == lowest_cost)
         if sum(groups.values()) <= _MAX_GROUPS and is_lower:
@@ -193,12 +195,6 @@ def _assign_layers_to_groups(
     return KVCacheGroups(tuple(windows), tuple(group_of_layer), tuple(layer_index_in_block))
 
 
-def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
-    if window is None:
-        return num_blocks
-    return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
     """Computes how many blocks a sequence needs, with steps of up to `max_chunk_tokens`."""
@@ -213,7 +209,7 @@ class KVBlockNeeds:
         """
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
-            _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
+            max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:

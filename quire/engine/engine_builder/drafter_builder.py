@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.engine.architecture.kv_cache_spec import PIECE
+from quire.engine.architecture.kv_cache_spec import HASH_BLOCK_SIZE
 from quire.engine.common.config import EngineConfig
 from quire.engine.core.drafter import Drafter, TokenwiseDrafter
 from quire.engine.spec_decode.drafter_factory import choose_drafter
@@ -28,7 +28,7 @@ def make_model_or_head_drafter(
     if (draft := worker.started_drafter) is None:
         return None
     size = worker.kv_plan.block_size
-    pages = DraftBlockLayout(size, min(size, PIECE), *draft.spare_blocks)
+    pages = DraftBlockLayout(size, min(size, HASH_BLOCK_SIZE), *draft.spare_blocks)
     if draft.head_runner is not None:
         return HeadDrafter(draft.head_runner, pages), draft.step_costs
     assert draft.model_runner is not None

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.engine.architecture.kv_cache_spec import PIECE
+from quire.engine.architecture.kv_cache_spec import HASH_BLOCK_SIZE
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import refuse_setting_if
 from quire.engine.core.drafter import Drafter
@@ -35,7 +35,7 @@ def make_scheduler(
             long_prefill_token_threshold=None if worker.needs_whole_prompts else config.long_prefill_token_threshold,
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=worker.caches_prefixes,
-            hash_block_size=None if worker.needs_whole_prompts else min(plan.block_size, PIECE),
+            hash_block_size=None if worker.needs_whole_prompts else min(plan.block_size, HASH_BLOCK_SIZE),
             whole_prompts=worker.needs_whole_prompts,
             pools_all_tokens=worker.pooling.pooling_type != "last",
             tasks=worker.engine_info.tasks,

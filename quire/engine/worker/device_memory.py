@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.kv_cache_spec import KVCacheSpec, KVElementSizes
 from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
 from quire.engine.checkpoint.kv_cache_plan import (
     GIB,
@@ -95,26 +97,43 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
+    return max(_max_kv_bytes(config, device) // token_bytes, block_size)
+
+
+def _max_kv_bytes(config: EngineConfig, device: torch.device) -> int:
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * GIB)
     else:
         budget = MAX_DEFAULT_CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
-    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # heads are divided among ranks
-    return max(budget // token_bytes, block_size)
+    return budget * (config.tensor_parallel_size if device.type == "cuda" else config.nnodes)  # ranks divide heads
 
 
-def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. `token_bytes`: KV bytes of a token in
-    the layers that keep every token.
+def check_context_length(
+    config: EngineConfig,
+    specs: Sequence[KVCacheSpec],
+    element_sizes: KVElementSizes,
+    device: torch.device,
+    block_size: int,
+) -> None:
+    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. Layers with a window need only its
+    blocks, so the others may use the rest.
     """
-    max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
-    if config.num_kv_blocks is None and config.kv_cache_memory is None and device.type == "cpu":
-        max_tokens = min(max_tokens, host_kv_budget(available_host_bytes()) * config.nnodes // token_bytes)
-    if max_model_len > max_tokens:
+
+    def needed_bytes(num_tokens: int) -> int:
+        return sum(each.max_memory_usage_bytes(num_tokens, block_size, element_sizes) for each in specs)
+
+    max_model_len = config.max_model_len or 0
+    if config.num_kv_blocks is not None:
+        available = sum(each.page_size_bytes(block_size, element_sizes) for each in specs) * config.num_kv_blocks
+    else:
+        available = _max_kv_bytes(config, device)
+        if config.kv_cache_memory is None and device.type == "cpu":
+            available = min(available, host_kv_budget(available_host_bytes()) * config.nnodes)
+    if needed_bytes(max_model_len) > available:
+        longest = max(bisect_right(range(max_model_len), available, key=needed_bytes) - 1, block_size)
         raise ConfigError(
-            f"max_model_len: a context of {max_model_len} tokens needs {max_model_len * token_bytes:,} "
-            "bytes of KV cache, "
-            f"{max_tokens * token_bytes:,} are available; the longest that fits is at most {max_tokens} tokens",
+            f"max_model_len: a context of {max_model_len} tokens needs {needed_bytes(max_model_len):,} "
+            f"bytes of KV cache, {available:,} are available; the longest that fits is at most {longest} tokens",
             param="max_model_len",
         )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
+from quire.engine.architecture.kv_cache_spec import FullAttentionSpec, KVElementSizes, ShortConvStateSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
@@ -72,9 +72,9 @@ def test_step_costs_count_shared_transformer_weights_per_use() -> None:
 def test_mla_spec_attends_over_keys_and_values_but_caches_latents() -> None:
     attention = MLALayerSpec(4, 32, 8, 16, 12, None, scale=1.0, rope={}, norm=NORM, latent_eps=1e-6)
     assert attention.attention_width == 4 * (8 + 16 + 12) // 2
-    assert attention.kv_cache_spec.bytes_per_token(2, 4) == 2 * (32 + 8)
+    assert attention.kv_cache_spec.bytes_per_token(KVElementSizes(2, 4)) == 2 * (32 + 8)
 
 
 def test_quantized_kv_state_adds_head_scales_except_for_columns() -> None:
-    assert PagedState(128, None, 16).bytes_per_token(1, 2, head_scale_bytes=2) == 128 + 8 * 2
-    assert PagedColumnState(64, 4).bytes_per_token(1, 2, head_scale_bytes=2) == 2 * (4 * 64 // 16)
+    assert FullAttentionSpec(128, 16).bytes_per_token(KVElementSizes(1, 2, 2)) == 128 + 8 * 2
+    assert ShortConvStateSpec(64, 4).bytes_per_token(KVElementSizes(1, 2, 2)) == 2 * (4 * 64 // 16)

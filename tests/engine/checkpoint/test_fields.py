@@ -13,6 +13,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.kv_cache_spec import KVElementSizes
 from quire.engine.checkpoint.config_reader import explain_unsupported_model, normalize_config_fields
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
@@ -50,7 +51,7 @@ def read_all(path: Path) -> None:
 
 def read_sizes(path: Path) -> None:
     sizes = read_model_sizes(read_raw_config(str(path))[0])
-    assert sum(each.paged_values_per_token for each in sizes.cache_specs) > 0
+    assert sum(each.bytes_per_token(KVElementSizes(2, 2)) for each in sizes.cache_specs) > 0
 
 
 def error_of(read: Callable[[Path], None], path: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.kv_cache_spec import PIECE, LayerStates, PagedColumnState
+from quire.engine.architecture.kv_cache_spec import HASH_BLOCK_SIZE, LayerKVCacheSpecs, ShortConvStateSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.parameter_shapes import count_parameters
 from quire.engine.architecture.recurrent import MatrixStateSpec
@@ -30,8 +30,8 @@ class DecoderSizes(StepCosts):
     """Maximum number of devices that can divide the KV cache; 1 with MLA."""
     head_dim: int
     """Elements of a cached key per head. With MLA, all cached elements."""
-    layer_cache_specs: tuple[LayerStates, ...]
-    """Per layer. Layers of an encoder that caches nothing have a PagedState of 0 elements per token."""
+    layer_cache_specs: tuple[LayerKVCacheSpecs, ...]
+    """Per layer. Layers of an encoder that caches nothing have a FullAttentionSpec of 0 elements per token."""
     conv_state_formula: str = ""
     """Formula of the values that convolutions cache per token, for users; "" if none."""
     gpu_error: str | None = None
@@ -73,9 +73,9 @@ def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:
 
 def _conv_state_formula(spec: DecoderSpec) -> str:
     layer_counts = Counter(
-        (each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, PagedColumnState)
+        (each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, ShortConvStateSpec)
     )
     return " + ".join(
-        f"{count} columns x {channels} / {PIECE} x {layers} layers"
+        f"{count} columns x {channels} / {HASH_BLOCK_SIZE} x {layers} layers"
         for (count, channels), layers in layer_counts.items()
     )

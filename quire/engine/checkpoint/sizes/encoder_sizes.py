@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.encoder import EncoderSpec
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import FullAttentionSpec
 from quire.engine.architecture.parameter_shapes import count_parameters
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, field_values
 
@@ -21,5 +21,5 @@ def count_encoder_sizes(spec: EncoderSpec, *, has_kv_cache: bool = False) -> Dec
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_heads,
         head_dim=spec.head_dim,
-        layer_cache_specs=((PagedState(kv_values, None, spec.head_dim),),) * spec.num_layers,
+        layer_cache_specs=((FullAttentionSpec(kv_values, spec.head_dim),),) * spec.num_layers,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import attention_kv_cache_spec
 from quire.engine.checkpoint.config_reader import has_quire_family
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
@@ -62,7 +62,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
         num_kv_heads=1 if caches_latents else _num_kv_heads(text_fields),
         head_dim=head,
         attention_width=width * len(windows),
-        layer_cache_specs=tuple((PagedState(kv, window, head),) for window in windows),
+        layer_cache_specs=tuple((attention_kv_cache_spec(kv, head, window),) for window in windows),
     )
 
 

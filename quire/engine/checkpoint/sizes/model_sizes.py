@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import MatrixState, PagedState, SharedState, State
+from quire.engine.architecture.kv_cache_spec import (
+    AttentionSpec,
+    KVCacheSpec,
+    KVElementSizes,
+    RecurrentStateSpec,
+    SharedKVSpec,
+)
 from quire.engine.checkpoint.config_reader import (
     checkpoint_dtype,
     explain_unsupported_family,
@@ -60,12 +66,12 @@ class ModelSizes(DecoderSizes):
         return replace(self, max_position=min([self.max_position, *windows]))
 
     @property
-    def cache_specs(self) -> tuple[State, ...]:
+    def cache_specs(self) -> tuple[KVCacheSpec, ...]:
         return tuple(chain.from_iterable(self.layer_cache_specs))
 
     @property
     def num_caching_layers(self) -> int:
-        return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
+        return sum(not any(isinstance(each, SharedKVSpec) for each in layer) for layer in self.layer_cache_specs)
 
     @property
     def num_sliding_layers(self) -> int:
@@ -73,19 +79,15 @@ class ModelSizes(DecoderSizes):
 
     @property
     def kv_values_per_token(self) -> int:
-        return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedState))
+        return sum(each.kv_elements for each in self.cache_specs if isinstance(each, AttentionSpec))
 
-    def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
+    def slot_bytes(self, num_draft_tokens: int, element_sizes: KVElementSizes) -> int:
         """Return bytes per sequence that are not in KV blocks."""
-        return sum(
-            each.slot_bytes(draft_length, bytes_per_value)
-            for each in self.cache_specs
-            if not isinstance(each, PagedState)
-        )
+        return sum(each.slot_bytes(num_draft_tokens, element_sizes) for each in self.cache_specs)
 
     @property
     def needs_snapshots(self) -> bool:
-        return any(isinstance(each, MatrixState) for each in self.cache_specs)
+        return any(isinstance(each, RecurrentStateSpec) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
         """Return the share of the weights that a step of `tokens` reads."""

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from quire.engine.architecture.kv_cache_spec import PIECE
+from quire.engine.architecture.kv_cache_spec import HASH_BLOCK_SIZE
 from quire.engine.architecture.recurrent import ShortConvSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import RecurrentMixer
@@ -33,9 +33,9 @@ class ShortConvolution(RecurrentMixer):
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """The last convolution columns of every PIECE tokens, because a request may resume after any piece."""
-        pieces = self._build_context.backend.block_size // PIECE
-        shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
+        """The last convolution columns of every HASH_BLOCK_SIZE tokens, because a request may resume there."""
+        hash_blocks = self._build_context.backend.block_size // HASH_BLOCK_SIZE
+        shape = (num_blocks, hash_blocks, self._spec.conv_width - 1, len(self._channels))
         return (CacheTensorSpec(shape, self._build_context.dtype),)
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
@@ -47,8 +47,8 @@ class ShortConvolution(RecurrentMixer):
 
     @property
     def block_bytes_formula(self) -> str:
-        pieces = self._build_context.backend.block_size // PIECE
-        columns = (self._spec.conv_width - 1) * pieces
+        hash_blocks = self._build_context.backend.block_size // HASH_BLOCK_SIZE
+        columns = (self._spec.conv_width - 1) * hash_blocks
         return f"{columns} columns x {len(self._channels)} channels x {self._build_context.dtype.itemsize} B"
 
     def forward(
@@ -56,7 +56,7 @@ class ShortConvolution(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self._norms.norm_for_linears((self._in,), ops, self._input_norm, x, residual)
         bcx, (ends, recent) = ops.apply_linear(self._in.packed_linear, normed, step.linear_context), step.cache
-        convolved = ops.short_conv(bcx, self._conv_params, ConvStates(ends, PIECE, recent), step.metadata)
+        convolved = ops.short_conv(bcx, self._conv_params, ConvStates(ends, HASH_BLOCK_SIZE, recent), step.metadata)
         return self._project_output(ops, convolved, residual, step)
 
     @cached_property

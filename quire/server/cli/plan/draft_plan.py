@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.architecture.draft_heads import MTPSpec
+from quire.engine.architecture.kv_cache_spec import KVElementSizes
 from quire.engine.architecture.parameter_shapes import count_parameters
 from quire.engine.checkpoint.config_reader import extract_text_config, parse_family_config
 from quire.engine.checkpoint.family_spec import build_eagle_spec, read_decoder_spec
@@ -63,15 +64,15 @@ def state_slot_bytes(
     served: ModelSizes,
     drafting: ModelSizes | None,
     max_draft_tokens: int,
-    number_bytes: int,
+    element_sizes: KVElementSizes,
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
     """Returns the bytes per request and device outside of KV blocks; see worker/device_memory.py. The draft's bytes are
     divided by `num_devices_per_memory`, because only one of the devices that share a memory drafts.
     """
-    own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
-    return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
+    own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, element_sizes)
+    return served.slot_bytes(max_draft_tokens, element_sizes) // num_parts + own // num_devices_per_memory
 
 
 def plan_draft(

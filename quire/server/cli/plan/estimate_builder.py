@@ -34,7 +34,12 @@ from quire.server.cli.plan.misfit import misfit_reason
 from quire.server.cli.plan.serve_flags import serve_flags
 from quire.server.cli.plan.streamed_layers import StreamedLayersPlan, plan_streamed_layers
 from quire.server.cli.plan.tier_plan import KVTierSize, host_tier_bytes, plan_tiers
-from quire.server.cli.plan.weight_sizes import kv_token_bytes, resolve_dtypes, total_and_device_weight_bytes
+from quire.server.cli.plan.weight_sizes import (
+    kv_element_sizes,
+    kv_token_bytes,
+    resolve_dtypes,
+    total_and_device_weight_bytes,
+)
 
 _DEFAULTS = EngineConfig()
 
@@ -100,6 +105,7 @@ class EstimateBuilder:
         self._expands_weights = machine.expands_weights(request.config.attention_backend)
         self._quantized = None if self._expands_weights else request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
+        self._kv_element_sizes = kv_element_sizes(self._dtype, self._kv_type)
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
@@ -186,11 +192,11 @@ class EstimateBuilder:
         machine = self._machine
         draft = 0
         if self._draft_sizes is not None:
-            draft = kv_token_bytes(self._draft_sizes, self._dtype, self._kv_type)
+            draft = kv_token_bytes(self._draft_sizes, self._kv_element_sizes)
         split = min(machine.count, self._sizes.num_kv_heads)
         if machine.stages > 1 or self._config.uses_context_parallel:
             split = machine.count
-        model = kv_token_bytes(self._sizes, self._dtype, self._kv_type)
+        model = kv_token_bytes(self._sizes, self._kv_element_sizes)
         return _KVBytesPerToken(model, draft, draft // self._num_devices_sharing_draft, split)
 
     def _plan_block_size_and_bytes(self, token_bytes: _KVBytesPerToken) -> _BlockPlan:
@@ -231,7 +237,12 @@ class EstimateBuilder:
         machine = self._machine
         config = self._config
         slot_bytes = state_slot_bytes(
-            sizes, self._draft_sizes, max_draft_tokens_per_step(config), self._width, split, machine.devices_per_memory
+            sizes,
+            self._draft_sizes,
+            max_draft_tokens_per_step(config),
+            self._kv_element_sizes,
+            split,
+            machine.devices_per_memory,
         )
         shares = plan_state_slots(
             sizes,

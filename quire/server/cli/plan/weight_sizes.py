@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from quire.engine.architecture.kv_cache_spec import KVElementSizes
 from quire.engine.checkpoint.kv_cache_plan import (
     DTYPE_BYTES,
     KV_CODE_SCALE_BYTES,
@@ -79,11 +80,14 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
     return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
 
 
-def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
+def kv_token_bytes(sizes: ModelSizes, element_sizes: KVElementSizes) -> int:
+    return sum(each.bytes_per_token(element_sizes) for each in sizes.cache_specs)
+
+
+def kv_element_sizes(dtype: str, kv_cache_dtype: str) -> KVElementSizes:
     width = DTYPE_BYTES[dtype]
     kv_width = width if kv_cache_dtype == "auto" else DTYPE_BYTES.get(kv_cache_dtype, 1)
-    scale_bytes = KV_CODE_SCALE_BYTES.get(kv_cache_dtype, 0)
-    return sum(each.bytes_per_token(kv_width, width, scale_bytes) for each in sizes.cache_specs)
+    return KVElementSizes(kv_width, width, KV_CODE_SCALE_BYTES.get(kv_cache_dtype, 0))
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.kv_cache_spec import KVElementSizes
 from quire.engine.checkpoint.kv_cache_plan import check_max_model_len
 from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
@@ -13,18 +13,12 @@ def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, 
     longer than the model or the KV cache allows.
     """
     check_max_model_len(model_config, config.max_model_len)
-    state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
-    states = chosen.spec.kv_cache_specs
-    token_bytes = sum(each.bytes_per_token(kv_itemsize, state_itemsize) for each in states)
+    element_sizes = KVElementSizes(chosen.kv_dtype.itemsize, chosen.dtype.itemsize)
+    specs = chosen.spec.kv_cache_specs
     if config.max_model_len is None:
+        token_bytes = sum(each.bytes_per_token(element_sizes) for each in specs)
         max_tokens = max_kv_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
         return min(model_config.max_position, max_tokens)
-    # Layers with a window need few blocks, so the other layers may use all the memory.
-    full_token_bytes = sum(
-        each.bytes_per_token(kv_itemsize, state_itemsize)
-        for each in states
-        if isinstance(each, PagedState) and each.window is None
-    )
-    if full_token_bytes and (config.num_kv_blocks is None or not any(each.window for each in states)):
-        check_context_length(config, full_token_bytes, chosen.device, chosen.backend.block_size)
+    if config.num_kv_blocks is None or not any(each.window for each in specs):
+        check_context_length(config, specs, element_sizes, chosen.device, chosen.backend.block_size)
     return config.max_model_len
