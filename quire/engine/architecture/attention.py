@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., 2023), with its norms."""
+"""Grouped-query attention (Ainslie et al., 2023)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ class AttentionLayerSpec(SublayerSpec):
     """Keys that a query sees, including its own; None for all."""
     chunked: bool = False
     softcap: float | None = None
-    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """See QKNormRopeParams.norm_kind. "unit" is "after" without weights. None means no norms."""
+    """See QKNormRopeParams.norm_kind. "unit" is "after" without weights."""
     query_scaling: QueryScaling | None = None
     """If None, llama_4_scaling_beta in `rope` may define the scaling."""
     alibi: float | None = None
-    """This factor multiplies all ALiBi slopes (Press et al., 2022)."""
+    """Factor of all ALiBi slopes (Press et al., 2022)."""
     input_norm: bool = True
     has_output_gate: bool = False
-    """Outputs are multiplied by the sigmoid of a gate, which a linear computes from attention's input."""
+    """Outputs are multiplied by the sigmoid of a gate."""
     head_gates: bool = False
     output_norm: bool = False
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None
-    """If None, it is the hidden size."""
     v_norm: bool = False
     keys_are_values: bool = False
     lookahead: int | None = 0
@@ -51,7 +49,6 @@ class AttentionLayerSpec(SublayerSpec):
     uses_bidirectional_spans: bool = True
     """In steps with bidirectional_spans, image tokens see each other."""
     kv_source_layer: int | None = None
-    """Layer whose keys and values are read; None for its own."""
 
     @property
     def kv_cache_spec(self) -> AttentionSpec | SharedKVSpec:
@@ -65,7 +62,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Formula of the values cached per token, for users; "" if none."""
+        """Formula of the values cached per token, for users."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

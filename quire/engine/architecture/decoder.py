@@ -54,14 +54,11 @@ class DecoderSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) of the linears that LoRA may change in a transformers class. If None, see
-    engine/lora/target_modules.py.
-    """
+    """(in, out) of the linears that LoRA may change in a transformers class."""
 
     def parameter_shapes(self) -> ParameterShapes:
-        """Shapes of all parameters except a tied head."""
+        """Excludes a tied head."""
         shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
@@ -82,7 +79,7 @@ class DecoderSpec:
         return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
 
     def table_parameters(self) -> int:
-        """Count parameters of token and position tables, which a step only looks up."""
+        """Count parameters of tables that a step only looks up."""
         return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
 
     def step_costs(self) -> StepCosts:
@@ -128,7 +125,6 @@ class DecoderSpec:
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """Why pipeline stages cannot divide the layers; None if they can."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
@@ -138,29 +134,24 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """Return why `ranks` ranks cannot divide all sublayers; None if they can."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     @property
     def has_sparse_attention(self) -> bool:
-        """True if an indexer chooses tokens, as in DeepSeek-V3.2."""
         return any(each.indexer is not None for each in self.sublayers_of_kind(MLALayerSpec))
 
     @property
     def gpu_error(self) -> str | None:
-        """Why GPUs cannot compute the layers; None if they can."""
         return next((each.gpu_error for layer in self.layers for each in layer if each.gpu_error is not None), None)
 
     @property
     def quantized_kv_error(self) -> str | None:
-        """Why keys and values cannot be cached in 8 bits; None if they can."""
         if self.has_sparse_attention:
             return "sparse attention reads keys and values of 16 or 32 bits so far: --kv-cache-dtype auto"
         return None
 
     def context_parallel_error(self) -> str | None:
-        """Return why ranks cannot divide a sequence's tokens; None if they can."""
         if self.has_sparse_attention:
             return "sparse attention ranks all tokens of a sequence, of which each rank would have a part"
         if all(isinstance(each, AttentionSpec | SharedKVSpec) for each in self.kv_cache_specs):
@@ -178,7 +169,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """Replaces attention per layer. None keeps a layer's attention."""
+        """None keeps a layer's attention."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,

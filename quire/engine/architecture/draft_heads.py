@@ -10,7 +10,7 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Only MTP layers have these: norms of both inputs, the linear that joins both, and the last norm."""
+"""Only MTP layers have these."""
 EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
 EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
 
@@ -48,11 +48,10 @@ class EagleSpec:
     aux_layers: tuple[int, ...] = ()
     """Decoder layers whose inputs EAGLE-3 reads."""
     norm_before_residual: bool = False
-    """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
-    """Size of EAGLE-3's own vocabulary of draft tokens. If None, the decoder's head is used."""
+    """Size of EAGLE-3's draft vocabulary. If None, the decoder's head is used."""
     has_token_map: bool = False
-    """The draft head's token ids differ from the decoder's, so a table maps them."""
+    """A table maps the draft head's token ids to the decoder's."""
 
     @property
     def layers_by_name(self) -> dict[str, LayerSpec]:
@@ -74,7 +73,7 @@ class EagleSpec:
 class MedusaSpec:
     num_heads: int
     num_blocks: int
-    """Number of a head's linears before its last one."""
+    """Linears of a head before its last one."""
     hidden_size: int
     vocab_size: int
 

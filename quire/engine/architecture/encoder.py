@@ -31,7 +31,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """Names of gate and up, or of one tensor with both, or with `up` alone if the MLP has no gate."""
+    """Gate and up, one fused tensor, or `up` alone if the MLP has no gate."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -54,38 +54,34 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer; None for NoPE."""
     windows: tuple[int | None, ...]
-    """Per layer: keys that a query sees on each side; None for all."""
+    """Keys that a query sees on each side; None for all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
     """Called with the hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the position table; 0 without one."""
+    """0 without a position table."""
     first_position: int = 0
     """Row of the position table for a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
     bias: bool = True
     qkv_bias: bool = True
-    """Has an effect only with `bias`."""
     up_bias: bool = True
-    """Has an effect only with `bias`."""
+    """`qkv_bias` and `up_bias` have an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
-    """The MLP is gated (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate's rows follow those of `up`."""
     pre_norm: bool = False
-    """Norms precede sublayers. The first attention has one only if has_first_layer_norm."""
+    """The first attention has a norm only if has_first_layer_norm."""
     has_first_layer_norm: bool = False
     has_rms_norms: bool = False
-    """Norms are RMSNorm (Zhang and Sennrich, 2019), not LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer: index of its attention metadata. If empty, 0 for all."""
     causal: bool = False
     pads_prompts: bool = False
-    """Prompts are padded, and attention includes the padding."""
+    """Attention includes the padding."""
     projection: tuple[HeadLayerSpec, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
 
@@ -95,7 +91,6 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """Tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA: DeepSeek-V2, 2024), and sparse attention's indexer (DSA: DeepSeek-V3.2, 2025)."""
+"""Multi-head latent attention (MLA: DeepSeek-V2, 2024) and sparse attention (DSA: DeepSeek-V3.2, 2025)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """The indexer scores all earlier tokens. A query attends to the `top_k` best ones."""
+    """A query attends to the `top_k` tokens that the indexer scores best."""
 
     num_heads: int
-    """Heads of index queries. Index keys have one head."""
+    """Index keys have one head."""
     head_dim: int
     """`MLALayerSpec.rope` rotates the first `qk_rope_head_dim` elements."""
     top_k: int
@@ -42,7 +42,6 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
-    """Elements of keys and queries that are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None
@@ -55,7 +54,7 @@ class MLALayerSpec(SublayerSpec):
     bias: bool = False
     """Applies to o_proj and the linears that make latents."""
     indexer: IndexerSpec | None = None
-    """If None, a query attends to all earlier tokens. An indexer needs `q_lora_rank`."""
+    """An indexer needs `q_lora_rank`."""
 
     @property
     def head_dim(self) -> int:
@@ -81,7 +80,6 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """See AttentionLayerSpec.kv_formula."""
         index = "" if self.indexer is None else f" + {self.indexer.head_dim} index"
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope{index})"
 

@@ -1,4 +1,4 @@
-"""MLPs, gated (Shazeer, 2020) or not, with their norms."""
+"""MLPs, gated (Shazeer, 2020) or not."""
 
 from __future__ import annotations
 

@@ -45,12 +45,10 @@ class MoELayerSpec(SublayerSpec):
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
-    """If None, experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
     router_bias: bool = False
     float_router: bool = False
-    """Router weights are always float32."""
     correction: str | None = None
     """Name of a bias that affects only the choice of experts."""
     correction_row: bool = False
@@ -64,14 +62,12 @@ class MoELayerSpec(SublayerSpec):
     """Experts read the previous sublayer's input, and both sublayers' outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
-    """If True, gates use GELU with tanh, otherwise SiLU."""
+    """Gates use GELU with tanh, otherwise SiLU."""
     router_scale: str | None = None
-    """Name of a tensor that scales the router's input. The input is first normed without weights and multiplied by
-    hidden_size^-0.5.
-    """
+    """Scales the router's input after a norm without weights and multiplication by hidden_size^-0.5."""
     expert_scales: str | None = None
     is_expert_parallel: bool = False
-    """Ranks divide the experts. If False, they divide each expert's linears."""
+    """If False, ranks divide each expert's linears."""
     name: str = "mlp"
     """Module with router and linears; "" for the layer itself."""
     router: str = "gate"
@@ -113,7 +109,7 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Returns linears that every token uses, except the router and the shared expert's gate."""
+        """Excludes the router and the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

@@ -37,7 +37,7 @@ def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
 
 
 def linear_sizes(shapes: Mapping[str, tuple[int, ...]]) -> LinearSizes:
-    """Select weights with two axes, which only linears have."""
+    """Only linears have weights with two axes."""
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in shapes.items()

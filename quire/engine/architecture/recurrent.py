@@ -31,7 +31,7 @@ class MatrixStateSpec(SublayerSpec):
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """Return the number of elements stored for a draft token in addition to its column."""
+        """Elements stored for a draft token in addition to its column."""
 
     @property
     def num_channels(self) -> int:
@@ -54,7 +54,6 @@ class DeltaNetSpec(MatrixStateSpec):
     """`num_heads` counts value heads. The output norm has no weight offset."""
 
     num_key_heads: int
-    """Each key head serves equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -89,9 +88,7 @@ class DeltaNetSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionSpec(MatrixStateSpec):
-    """Kimi Delta Attention (KDA): a delta net with a decay per key channel. Decays and output gates have low-rank
-    projections.
-    """
+    """Kimi Delta Attention (KDA): a delta net with a decay per key channel."""
 
     low_rank: int
 
@@ -141,11 +138,10 @@ class Mamba2LayerSpec(MatrixStateSpec):
     num_groups: int
     result_eps: float
     bias: bool = False
-    """in_proj has biases. See out_bias and conv_bias for others."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """Normalizes each group after ("behind") or before the gate. None means no norm."""
+    """Normalizes each group after ("behind") or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
@@ -153,7 +149,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     joins_input_only: bool = False
     """The previous sublayer's output is added to this sublayer's input only, not to the stream."""
     parent_module: str = ""
-    """Checkpoint module in the layer that contains this sublayer; "" for the layer itself."""
+    """Checkpoint module in the layer; "" for the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -189,7 +185,7 @@ class MambaLayerSpec(MatrixStateSpec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of b, c, and the input of dt's projection; None for none. "plain" norms have no weights."""
+    """Norms of b, c, and the input of dt's projection. "plain" norms have no weights."""
     inner_eps: float = 1e-6
 
     @property
@@ -224,7 +220,6 @@ class ShortConvSpec(SublayerSpec):
     conv_width: int
     norm: NormSpec
     bias: bool = False
-    """Both linears and the convolution have biases."""
     output_norm: bool = False
 
     @property

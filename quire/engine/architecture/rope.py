@@ -11,7 +11,7 @@ ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
-    """Return how many of a head's first elements rotate. Raises ModelError."""
+    """Count the first elements of a head that rotate. Raises ModelError."""
     part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
     size = rope.get("rotary_dim") or int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
@@ -59,7 +59,7 @@ def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
 
 
 def yarn_softmax_scale_factor(rope: dict[str, Any]) -> float:
-    """Return DeepSeek's mscale, squared; 1 without mscale_all_dim."""
+    """DeepSeek's mscale, squared."""
     weight = rope.get("mscale_all_dim")
     return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2
 

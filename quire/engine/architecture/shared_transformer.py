@@ -24,17 +24,15 @@ SHARED_TRANSFORMER = "shared_transformer"
 @dataclass(frozen=True, slots=True)
 class SharedTransformerSpec(SublayerSpec):
     attention: AttentionLayerSpec
-    """Attention, whose input has twice the hidden size."""
+    """Its input has twice the hidden size."""
     intermediate_size: int
     bias: bool
     activation: Activation
     norm: NormSpec
     weights_layer: int
-    """Layer under whose name a checkpoint stores the shared weights."""
     use_index: int
     adapter_rank: int
     adapts_attention: bool
-    """Not only the MLP but also Q, K and V have low-rank linears."""
 
     @property
     def kv_cache_spec(self) -> AttentionSpec:
@@ -90,12 +88,10 @@ class SharedTransformerSpec(SublayerSpec):
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """Return the prefix of this use's low-rank linears .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """Prefix of this use's low-rank linears .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:

@@ -28,7 +28,7 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """Return the expert parameters that a step of `tokens` reads if all experts are chosen equally often."""
+        """Assumes that all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
@@ -53,16 +53,13 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec | None:
-        """What the sublayer stores per sequence; None if nothing."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """`layer` is the layer's name in the checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
 
     @property
     def attention_width(self) -> int:
-        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
@@ -73,15 +70,12 @@ class SublayerSpec:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """Return why `ranks` ranks cannot divide the sublayer; None if they can."""
         return None
 
     @property
     def gpu_error(self) -> str | None:
-        """Why GPUs cannot compute the sublayer; None if they can."""
         return None
 
 
 def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """None if `size` is a multiple of `ranks`."""
     return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None

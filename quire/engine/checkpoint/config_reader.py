@@ -50,8 +50,8 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text model's fields. Fields in its own object, such as text_config, override outer ones, except an
-    encoder's outer_fields.
+    """Fields in the text model's own object, such as text_config, override outer ones, except an encoder's
+    outer_fields.
     """
     text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
@@ -77,7 +77,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """False if transformers' class computes the model, as it does for encoders whose config.json sets is_decoder."""
+    """False for encoders whose config.json sets is_decoder: transformers' class computes them."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -90,7 +90,6 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """Return why the model is not served; None if it is."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -104,7 +103,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """Return all reasons; [] if the model is served. The caller must have checked the fields' types."""
+    """The caller must have checked the fields' types."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
@@ -120,7 +119,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """True if transformers' class computes the model. Raises ModelError if `impl` requires a missing family."""
+    """Raises ModelError if `impl` requires a missing family."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -137,13 +136,13 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
     """True for GGUF files with nearly all matrices quantized. With float32 activations and a bfloat16 KV cache, CPUs
-    then need as little memory as with bfloat16 (docs/guides/quantization.md).
+    then need as little memory as with bfloat16.
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """If no dtype is named, quantized checkpoints are bfloat16, as gpt-oss is, and others float32."""
+    """Without a named dtype, quantized checkpoints are bfloat16, as gpt-oss is."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -188,8 +187,6 @@ def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raise ModelError for contradictory fields."""
-
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
 
@@ -211,7 +208,6 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
-    """Raises ModelError naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"

@@ -35,7 +35,6 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ModelError for an activation that the family does not support."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (
@@ -48,7 +47,7 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
 
 
 def is_encoder(config: ModelConfig) -> bool:
-    """Return False for encoders that transformers' class turns into decoders."""
+    """False for encoders that transformers' class turns into decoders."""
     return config.transformers_config is None and find_encoder_family(config.model_type) is not None
 
 
@@ -60,7 +59,7 @@ def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
 
 
 def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
-    """Return None if no encoder family describes the model. Raises ModelError."""
+    """Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_encoder_family(text_fields.get("model_type")) is None:
         return None
@@ -69,7 +68,7 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """Return None if no decoder family describes the model. Raises ModelError."""
+    """Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")

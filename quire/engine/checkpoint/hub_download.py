@@ -34,7 +34,7 @@ class HubFile:
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """Keyed by path. Values are None if the hub is unreachable and the cache is listed."""
+    """Values are None if the hub is unreachable and the cache is listed."""
     commit: str
 
     @property
@@ -44,12 +44,11 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Empty if the repository has safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """Return the snapshot's folder, or the first part of its GGUF file. If `refresh`, ask the hub even for cached GGUF
+    """Return the snapshot's folder, or the first part of its GGUF file. `refresh` asks the hub even for cached GGUF
     files. Raises ModelError.
     """
     revision = name.revision or revision
@@ -125,7 +124,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Deletes the file and raises ModelError if its digest differs."""
+    """Deletes the file if its digest differs."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -153,7 +152,6 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """Return the first part, or None if a part is not cached."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -168,7 +166,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """True if any weight file is cached or, for a GGUF model, all its files."""
+    """For a GGUF model, all its files must be cached."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)
@@ -176,8 +174,8 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, config_files: Sequence[str], target_dir: Path) -> Path:
-    """Download `config_files`, and return their folder; missing files are ignored. For a GGUF model, download only
-    headers into sparse files of full size in `target_dir`, and return the first file. Raises ModelError.
+    """For a GGUF model, downloads only headers, into sparse files of full size in `target_dir`, and returns the first
+    file. Otherwise ignores missing files, and returns their folder. Raises ModelError.
     """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):

@@ -22,7 +22,6 @@ _SEARCH_LIMIT = 20
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
     # HTTPError is the HTTP library's base class, also of connection errors.
-    """Raises ModelError for errors of the hub's client."""
     from huggingface_hub.errors import HTTPError
 
     try:
@@ -58,7 +57,6 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """Explain an error that the hub answered; None for other errors."""
     from huggingface_hub import errors, get_token
 
     token = get_token()
@@ -84,7 +82,6 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
 
 
 def _explain_write_failure(error: OSError, name: HubName) -> str | None:
-    """Explain why a download could not be stored; None for other errors."""
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
@@ -109,7 +106,7 @@ def _find_similar_repo(repo: str) -> str | None:
 
     owner, _, name = repo.partition("/")
     repo_ids: list[str] = []
-    with suppress(Exception):  # the suggestion is optional
+    with suppress(Exception):
         for search in (name, owner):
             repo_ids += [each.id for each in HfApi().list_models(search=search, limit=_SEARCH_LIMIT)]
     return next(iter(get_close_matches(repo, repo_ids, 1, 0.75)), None)
@@ -133,7 +130,7 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
-    """Bytes that this user may write to the disk of the hub's cache; None if unknown."""
+    """Bytes that this user may write to the disk of the hub's cache."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

@@ -38,7 +38,7 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """Return None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
+    """None for other names, such as paths. Raises ModelError for a URL that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest
@@ -72,7 +72,6 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """Return the path after the hub's host; None if `name` has no host."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

@@ -22,13 +22,12 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import rope_depends_on_context
 
 _MAX_GROUPS = 8
-"""Limit, because every step sends a block table per group."""
+"""Every step sends a block table per group."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
-    """Per group: tokens that a token sees, itself included; None for all."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
 
@@ -46,7 +45,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Return a setting that makes sliding-window layers keep all tokens, or None."""
+    """Return a setting that makes sliding-window layers keep all tokens."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # tiers keep blocks of all layers
         if getattr(config, key):
             return key
@@ -54,7 +53,7 @@ def setting_requiring_full_kv(config: EngineConfig) -> str | None:
 
 
 def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """Applies only settings that change the generated tokens: disable_sliding_window and RoPE's context."""
+    """Applies only settings that change the generated tokens."""
     model = _limit_context_to_window(model, config)
     hf_config = model.transformers_config
     text_fields = model.raw if hf_config is None else extract_text_config(hf_config)
@@ -70,9 +69,7 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def resolve_rope_context(
     config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
 ) -> int | None:
-    """Return the context length that RoPE is computed for; None if RoPE does not depend on it. If `by_transformers`,
-    transformers' class computes the model. Raises ConfigError if rope_context has no effect.
-    """
+    """None if RoPE does not depend on the context length. Raises ConfigError if rope_context has no effect."""
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
     if not rope_depends_on_context(text_fields, by_transformers=by_transformers, has_longrope=has_longrope):
@@ -85,7 +82,6 @@ def resolve_rope_context(
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """If disable_sliding_window is set, limit the context to the narrowest window."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -112,8 +108,8 @@ def build_kv_cache_groups(
 ) -> KVCacheGroups:
     """Choose the layers per block that minimize the memory of `max_context` tokens.
 
-    One group keeps all tokens if `keep_all_tokens`, if several groups would save nothing, or if layers keep different
-    states, because a block then could not serve every layer.
+    One group keeps all tokens if several groups would save nothing, or if layers keep different states, because a block
+    then could not serve every layer.
     """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedKVSpec)), None) for layer in layer_specs
@@ -143,8 +139,8 @@ def build_kv_cache_groups(
 
 
 def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: int, block_size: int) -> int | None:
-    """Returns the layers per block that need the least memory, preferring more layers, or None if one group for all
-    layers needs as little.
+    """Return the layers per block that need the least memory, preferring more layers, or None if one group needs as
+    little.
     """
     lowest_cost, layers_per_block = layers_by_window.total() * max_blocks, None
     for size in range(1, max(layers_by_window.values()) + 1):
@@ -159,9 +155,7 @@ def _choose_layers_per_block(layers_by_window: Counter[int | None], max_blocks: 
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """Add layers without their own KV blocks to `groups`. `kv_source_layers` has the layer that each layer reads, or
-    None.
-    """
+    """`kv_source_layers` has the layer whose KV blocks each layer reads, or None for its own."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -197,16 +191,12 @@ def _assign_layers_to_groups(
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """Computes how many blocks a sequence needs, with steps of up to `max_chunk_tokens`."""
-
     windows: tuple[int | None, ...]
     block_size: int
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Returns the most blocks that `tokens` need at once in all groups, not counting each group's first
-        `cached_blocks`.
-        """
+        """Returns the most blocks that all groups need at once, without each group's first `cached_blocks`."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows

@@ -21,23 +21,22 @@ QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
 """Bytes of scales per head and token, by kv_cache_dtype."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
-"""Default limit, because the machine needs other memory too."""
+"""The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""Default limit, which the setting state_memory overrides."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
-"""Bytes assumed per block, for bookkeeping, if layers store nothing in blocks."""
+"""Bytes per block, for bookkeeping, if layers store nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 MIXED_GRAPH_DECODE_SIZES = (8, 32, 64, 128, 256)
 MIXED_GRAPH_PREFILL_SIZES = (32, 64, 128, 192, 256, 384, 520, 640, 768, 1024)
-"""Numbers of prefill tokens with graphs. Padding costs GPU time in proportion, so large sizes are close to each other.
-520 fits a prompt of 512 tokens. Larger steps need no graphs, because the GPU then takes longer than the host's launches
-(14 to 18 ms for 32 layers on an H100's host), even for small models.
+"""Padding costs GPU time in proportion, so large sizes are close to each other. 520 fits a prompt of 512 tokens. Larger
+steps need no graphs, because the GPU then takes longer than the host's launches (14 to 18 ms for 32 layers on an H100's
+host), even for small models.
 """
 MAX_MIXED_GRAPHS = 32
-"""Maximum number of captured mixed-batch graphs. Beyond it, a new graph replaces the least recently used one."""
+"""Beyond it, a new graph replaces the least recently used one."""
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
 """This is an unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
@@ -57,16 +56,13 @@ def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
-    """Return 0 for one rank, otherwise one per step, plus two per layer, or four with context parallelism."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """Return the memory of graphs beyond that of the largest step. If `max_graph_tokens` is None, only decodes are
-    captured.
-    """
+    """Excludes the memory of the largest step. If `max_graph_tokens` is None, only decodes are captured."""
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes
@@ -80,7 +76,7 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Sizes of the KV cache. Each of `num_blocks` blocks is divided into one block per KV cache group."""
+    """Each of `num_blocks` blocks is divided into one block per KV cache group."""
 
     num_blocks: int
     block_size: int
@@ -103,7 +99,7 @@ class KVCachePlan:
 
 
 class StateSlotCounts(NamedTuple):
-    """Slots for states outside KV blocks. An extra slot receives results that belong to no sequence."""
+    """`num_slots` includes a slot for results that belong to no sequence."""
 
     request_slots: int
     snapshot_slots: int
@@ -123,9 +119,8 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """By default, GPUs get slots for max_num_seqs sequences and, with prefix caching, as many snapshots, up to a third
-    of `available` bytes. CPUs get half of `available`, up to 2 GiB. With prefix caching, about half of the slots or
-    more, at most _MAX_SNAPSHOT_SLOTS, are for snapshots. Raises ConfigError if no slot fits.
+    """With prefix caching, about half of the slots or more, at most _MAX_SNAPSHOT_SLOTS, are for snapshots. Raises
+    ConfigError if no slot fits.
     """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
@@ -147,12 +142,11 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """Return `quantize_embedding` or, if it is None, whether the model is quantized."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raises ConfigError if max_model_len exceeds the model's positions."""
+    """Raises ConfigError."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -160,12 +154,11 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Returns the default in bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Returns bytes. `utilization` is the share of `total` that may be used in the end, including by other programs."""
+    """`utilization` is the share of `total` that may be used in the end, including by other programs."""
     return max(int(free - total * (1 - utilization)), 0)
 
 
@@ -177,9 +170,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context length in tokens, the number of blocks that one such context needs in all groups together, and
-    the number of blocks to allocate per group. If `max_model_len` is given, it is the context length, even if it does
-    not fit. Otherwise the context is as long as fits, at most `max_position`.
+    """Return the context length in tokens, its blocks in all groups together, and the blocks to allocate per group. A
+    given `max_model_len` is the context length even if it does not fit.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -188,7 +180,6 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
-    """Return "" if no layer has a window."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -219,9 +210,7 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """If `num_blocks` is None, the blocks must fit in `available_bytes`. A given number may exceed this memory. Raises
-    ConfigError if max_model_len does not fit.
-    """
+    """A given `num_blocks` may exceed `available_bytes`. Raises ConfigError if max_model_len does not fit."""
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
     available_blocks = num_blocks
@@ -280,7 +269,6 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Return "" if all states are in blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -288,7 +276,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """Return bytes; None if the key or /proc/meminfo is missing."""
+    """Return bytes; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -297,19 +285,18 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Returns bytes; 8 GiB if unknown."""
+    """8 GiB if unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
 
 def total_host_bytes() -> int | None:
-    """Return the machine's memory or the control group's limit, whichever is less; None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
 
 def check_kv_memory(gib: float | None, available_bytes: int | None, device_label: str) -> None:
-    """Raises ConfigError if `gib` exceeds the known memory."""
+    """Raises ConfigError."""
     if gib is not None and available_bytes is not None and gib * GIB > available_bytes:
         memory = f"{available_bytes / GIB:.1f} GiB of memory of {device_label}"
         message = f"kv_cache_memory: {gib:g} GiB are more than the {memory}"
@@ -319,9 +306,7 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raises ConfigError if weights exceed free memory. Otherwise the system would kill the process after minutes of
-    loading.
-    """
+    """Raises ConfigError. The system would otherwise kill the process after minutes of loading."""
     if weights is None or (free := meminfo("MemAvailable")) is None:
         return
     # CPU kernels may compress bfloat16 to 12 bits: see kernels/cpu/compress12.h.
@@ -340,13 +325,12 @@ def check_weights_fit_memory(
 
 
 def _free_cgroup_bytes() -> int | None:
-    """None if unlimited or unknown."""
     limit, used = _read_cgroup_bytes("memory.max"), _read_cgroup_bytes("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _read_cgroup_bytes(name: str) -> int | None:
-    """Reads control groups v2. None if the file is missing or names no limit."""
+    """Reads control groups v2."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
 
 
 def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheGroups:
-    """Return a stage's part of `groups`. Block ids are the same in all stages."""
+    """Block ids are the same in all stages."""
     if len(layer_range) == len(groups.group_of_layer):  # one stage; layers that share KV blocks keep their indices
         return groups
     group_of_layer = groups.group_of_layer[layer_range.start : layer_range.stop]
@@ -41,9 +41,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """Return as few evenly spaced layers to stream as `memory_bytes` allows. Raises ValueError if the slots for
-    streamed layers alone do not fit.
-    """
+    """Evenly spaces the layers. Raises ValueError if the slots for streamed layers alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -57,9 +55,7 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """Return as many evenly spaced layers as fit into `offload_bytes`. Raises ValueError if this saves no device
-    memory.
-    """
+    """Evenly spaces the layers. Raises ValueError if this saves no device memory."""
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

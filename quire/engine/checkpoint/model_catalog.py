@@ -22,12 +22,11 @@ class CatalogEntry:
     hub_name: HubName
     licence: str
     gigabytes: float | None
-    """Size of the GGUF file in 10^9 bytes; None for safetensors."""
+    """Size of the GGUF file in 10^9 bytes."""
     config: Mapping[str, Any]
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """Return a sentence, or "" if no short name is similar."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -43,12 +42,11 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def find_catalog_entry(name: str) -> CatalogEntry | None:
-    """Ignores case. None for unknown names."""
+    """Ignores case."""
     return None if "/" in name else load_catalog().get(name.lower())
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """Keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

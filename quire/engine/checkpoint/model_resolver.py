@@ -1,6 +1,4 @@
-"""Finds models' files and reads their configuration. Imports neither torch nor transformers, whose imports take
-seconds.
-"""
+"""Finds models' files and configuration. Imports neither torch nor transformers, whose imports take seconds."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """Return the folder or GGUF file. `name` is a path, a packaged model, or a hub name. `patterns` select files to
-    download. Raises ModelError.
-    """
+    """Return the folder or GGUF file. `name` is a path, a packaged model, or a hub name. Raises ModelError."""
     path = _local_path(name)
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
@@ -77,14 +73,14 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
-    """True if `name` is a hub model that is not cached. Raises ModelError for an invalid name."""
+    """Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """Get the hub's current version. Raises ModelError, for an unsupported model before its weights are downloaded."""
+    """Raises ModelError for an unsupported model before its weights are downloaded."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -111,7 +107,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """Return the files of the setting `weights`, a local path, or else the model's. Raises ModelError."""
+    """Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -130,7 +126,7 @@ def _local_path(name: str) -> Path:
 
 
 def resolve_hub_name(name: str) -> HubName:
-    """Accepts short names and hub ids. Raises ModelError."""
+    """Raises ModelError."""
     catalog = {} if "/" in name else load_catalog()
     if name.lower() in catalog:
         return catalog[name.lower()].hub_name
@@ -146,8 +142,8 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return config.json, and the model's folder or GGUF file. `name` may also be a .json file. Downloads only
-    configurations or GGUF headers. If configurations are downloaded, the folder is None. Raises ModelError.
+    """Downloads only configurations or GGUF headers. `name` may also be a .json file. The folder is None if
+    configurations are downloaded. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None
@@ -170,7 +166,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_config_json(files: ModelFiles, file_name: str = "config.json") -> dict[str, Any] | None:
-    """Return the file merged with ModelOpt's; None if missing. Raises ModelError."""
+    """Merges ModelOpt's file. Raises ModelError."""
     content = files.read_json_file(file_name)
     if content is None or files.folder is None:
         return content
@@ -224,7 +220,7 @@ def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) 
 
 
 def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
-    """Raises ModelError for a class that is known not to work, unless `forced`."""
+    """`forced` skips the check for classes that are known not to work."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:
@@ -268,7 +264,7 @@ def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """Return {} if do_sample is false. Raises ModelError for invalid values."""
+    """Empty if do_sample is false. Raises ModelError for invalid values."""
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}

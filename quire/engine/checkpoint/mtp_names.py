@@ -1,8 +1,7 @@
 """Names of a multi-token prediction layer's tensors (DeepSeek-V3, 2024).
 
 Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), layer 0 below `mtp.` (Qwen), and
-several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
-DeepSeek's names in layer 0.
+several one-sublayer layers there (Nemotron 3). Here they become a separate model with DeepSeek's names in layer 0.
 """
 
 from __future__ import annotations
@@ -48,13 +47,11 @@ _PER_LAYER_FIELDS = (
 class MTPTensorNames:
     num_main_layers: int
     has_mtp_prefix: bool
-    """Names begin with `mtp.`. If False, the layer's index is num_main_layers."""
+    """If False, the layer's index is num_main_layers."""
     num_sublayers: int = 1
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
-        """Return the name in the separate MTP model; None for other tensors and for copies of the main model's. GGUF
-        names refer to layer 0.
-        """
+        """None for the main model's tensors and copies of them. GGUF names refer to layer 0."""
         layer_match = _LAYER_TENSOR_PATTERN.fullmatch(checkpoint_name)
         if layer_match is None:
             module, _, parameter = checkpoint_name.removeprefix(MTP_PREFIX).rpartition(".")
@@ -109,14 +106,11 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """The filter accepts names of text tensors outside MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """Return the MTP model's config: the main model's last layer with full attention, or the layer types that Nemotron
-    3 lists.
-    """
+    """The MTP layer is like the main model's last, with full attention, unless Nemotron 3 lists layer types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

@@ -21,7 +21,7 @@ _TensorLocation = tuple[Path, str, int, int]
 def correct_tie_word_embeddings(
     config: dict[str, Any], text_config: Mapping[str, Any], weights: Path
 ) -> dict[str, Any]:
-    """Set tie_word_embeddings to false if the weights have an untied head, as in transformers (`tie_weights`)."""
+    """Corrects the field if the weights have an untied head, as transformers does (`tie_weights`)."""
     if (
         text_config.get(_TIE_FIELD) is False
         or not weights.is_dir()
@@ -33,7 +33,7 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """False if the head is a copy of the embedding. Also False for broken weights, which the loader reports."""
+    """False if the head is a copy of the embedding, or for broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
@@ -50,9 +50,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """Return the tensors of head and embedding, such as weight and bias, by the last part of their names. Raises
-    ModelError.
-    """
+    """Keyed by the last part of their names, such as weight and bias."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):

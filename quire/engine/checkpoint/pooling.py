@@ -104,12 +104,12 @@ class PoolingConfig:
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
-    """A classifier's labels; empty for embedding models."""
+    """Empty for embedding models."""
     activation: ClassifierActivation = "identity"
     classifier_tokens: tuple[str, str] | None = None
-    """If set, a decoder's score is the second token's logit minus the first's."""
+    """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Longest text in training, in tokens; None if unknown."""
+    """Longest text in training, in tokens."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
 
@@ -121,9 +121,7 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files unless it is "auto". By default decoders pool the last token, encoders the
-    mean of all. Raises ModelError naming file and field.
-    """
+    """By default decoders pool the last token, encoders the mean of all. Raises ModelError naming file and field."""
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder:
         quantization = config.raw.get("quantization_config") or {}
@@ -177,9 +175,7 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """False without an output head, and for encoders and classifiers. If `is_dummy`, weights are not checked for a
-    head.
-    """
+    """False for encoders and classifiers. `is_dummy` skips the search for a head in the weights."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
@@ -220,7 +216,7 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
-    """Return the classifier's labels in the order of its scores. Raises ModelError."""
+    """In the order of the classifier's scores. Raises ModelError."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:
@@ -235,7 +231,7 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """Choose as sentence-transformers' CrossEncoder and vLLM do."""
+    """As in sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2

@@ -43,19 +43,19 @@ class WeightFormat:
     group_size: int = 0
     """Inputs per scale; 0 for all."""
     zero_point_offset: int = 0
-    """Number to add to stored zero points: 1 for GPTQ's first version, which stores them minus one."""
+    """Added to stored zero points: 1 for GPTQ's first version, which stores them minus one."""
     is_symmetric: bool = True
     scale_strategy: str = "channel"
     """What an 8-bit scale covers: tensor, channel (an output), group or block. tensor_group means 4-bit groups, with
     another scale per tensor.
     """
     block_shape: tuple[int, int] = (0, 0)
-    """(outputs, inputs) of a block, if scale_strategy is "block"."""
+    """(outputs, inputs) of a block."""
     scale_name: str = "weight_scale"
     has_exponent_scales: bool = False
     """Scales are powers of two, stored as exponents (e8m0)."""
     is_modelopt: bool = False
-    """Tensors have ModelOpt's names, and NVFP4's global scale is a factor, not a divisor."""
+    """NVFP4's global scale then is a factor, not a divisor."""
 
     @property
     def stored_bits(self) -> float:
@@ -80,8 +80,6 @@ _MODELOPT_FORMATS = {
 
 
 class ModulePatterns:
-    """Patterns of three kinds: module names, fnmatch wildcards, and regular expressions after "re:"."""
-
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ModelError for an invalid or possibly slow regular expression."""
         distinct = tuple(dict.fromkeys(patterns))
@@ -117,7 +115,6 @@ class WeightFormatRules:
     ignored: ModulePatterns
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """Return None if the linear is unquantized."""
         if self.ignored.matches(linear):
             return None
         matching = (each for targets, each in self.format_groups if targets is None or targets.matches(linear))
@@ -125,14 +122,14 @@ class WeightFormatRules:
 
     @property
     def trusts_stored_dtypes(self) -> bool:
-        """True if weights stored with 16 or 32 bits are unquantized even if no pattern in `ignored` matches them, as in
-        files of ModelOpt before 0.39.
+        """In files of ModelOpt before 0.39, weights with 16 or 32 bits are unquantized even if `ignored` does not match
+        them.
         """
         return self.method == "modelopt"
 
     @property
     def mean_stored_bits(self) -> float:
-        """Bits per quantized weight; 0 without any. Assumes linears of equal size."""
+        """Assumes linears of equal size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)
@@ -175,8 +172,8 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json (`content`) overrides `hf_quant_config`. If neither quantizes anything, quantization_config is
-    removed. Raises ModelError.
+    """Fields of `content` override `hf_quant_config`. Removes a quantization_config that quantizes nothing. Raises
+    ModelError.
     """
     stored = content.get("quantization_config") or {}
     if not isinstance(stored, dict):
@@ -203,7 +200,6 @@ def merge_modelopt_config(content: dict[str, Any], hf_quant_config: Mapping[str,
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
-    """Return None if the quantization is supported."""
     if config and is_encoder:
         return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
@@ -332,7 +328,6 @@ def _parse_modelopt(config: QuantizationConfig) -> FormatGroups:
 
 
 def _read_modelopt_kv_algo(config: QuantizationConfig) -> str:
-    """Return the algorithm of the KV cache: FP8, or "" if it is unquantized."""
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         kind = scheme.get("type"), scheme.get("num_bits")
@@ -383,7 +378,7 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """Return 0 for one group of all inputs, for which files have -1."""
+    """0 means one group of all inputs, for which files have -1."""
     size = default if group_size is None else group_size
     return max(size, 0)
 

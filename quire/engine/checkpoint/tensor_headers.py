@@ -41,7 +41,7 @@ _VISION_NAME_PARTS = (
     "image_newline",
 )
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""Matches the experts' tensors, also by GGUF's and Granite's names."""
+"""Also matches GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -85,7 +85,7 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Return the name without optional prefixes; None for tensors outside image towers."""
+    """Removes optional prefixes. None for tensors outside image towers."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
@@ -126,7 +126,7 @@ def is_pickled(file: Path) -> bool:
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Reads only headers. Returns None if a file is missing. Raises ModelError."""
+    """Reads only headers. None if a file is missing. Raises ModelError."""
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
     floats = packed_bytes = 0
@@ -160,7 +160,7 @@ def read_tensor_headers(
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
-    """Return None if there is no file. Raises ModelError."""
+    """None if there is no file. Raises ModelError."""
     tensors = _read_shard_header(file)
     if tensors is None:
         return None
@@ -168,7 +168,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """Return, by name: dtype, first byte, and the byte after the last. Raises ModelError."""
+    """By name: dtype, first byte, and the byte after the last. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -179,7 +179,7 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
-    """Counts quantized tensors as packed bytes, because they stay quantized."""
+    """Quantized tensors stay quantized, so they count as packed bytes."""
     floats = packed_bytes = 0
     cpu_bytes = gpu_bytes = 0.0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
@@ -203,9 +203,7 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """Return None if there is no file. A safetensors file starts with the header's length in eight little-endian bytes,
-    then has JSON.
-    """
+    """A safetensors file starts with the header's length in eight little-endian bytes, then has JSON."""
     if is_pickled(shard):
         pickled_tensors = pickled.read_pickled_tensor_headers(shard)
         if pickled_tensors is None:
@@ -247,7 +245,7 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raise ModelError for overlapping tensors, like the safetensors library."""
+    """The safetensors library refuses them too."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

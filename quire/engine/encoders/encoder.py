@@ -129,7 +129,6 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
-        """Keyed by checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -142,7 +141,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; segments default to 0."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -157,11 +156,10 @@ class Encoder:
         *,
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
-        (ascending).
+        """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`.
 
         `lengths` has, per metadata group, the lengths of the sequences within which tokens attend. `cos_sin` is [T,
-        head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
+        head_dim] float32.
         """
         backend = self._backend
         spec = self.spec
@@ -262,9 +260,7 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Return buckets (Raffel et al., 2020). Half of them are for keys after the query. Each near distance has its own
-    bucket. Far distances share logarithmic buckets.
-    """
+    """Return buckets (Raffel et al., 2020). Half of them are for keys after the query."""
     half = num_buckets // 2
     num_exact = half // 2
     distance = distances.abs()

@@ -1,5 +1,5 @@
-"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. This does
-not change the output's bits.
+"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run in between. The
+output's bits stay the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """Share of a layer's cost before attention: 3 of the 12 hidden_size² multiplications per token."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""Per chunk: its range in the step's tokens, and its metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """Runs the generator to its end, and ignores the yielded costs."""
     while True:
         try:
             next(chunks)
@@ -33,12 +31,12 @@ def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
 
 
 def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
-    """`num_visible`: tokens that each token attends to. Costs have the unit of VisionSpec.encoder_cost."""
+    """Each token attends to `num_visible` tokens. The unit is that of VisionSpec.encoder_cost."""
     return tokens * (1 + num_visible / (4 * hidden))
 
 
 def ragged_positions(lengths: np.ndarray) -> np.ndarray:
-    """Convert [S] to each token's position in its sequence, [T] int64."""
+    """Convert lengths [S] to positions in sequences, [T] int64."""
     starts = np.cumsum(lengths) - lengths
     positions: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return positions
@@ -56,9 +54,8 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """Return chunks of at most `max_rows` tokens (None for one chunk) for prompts of `lengths` [S] int64. The caller
-    must store all keys before any chunk attends. If `has_rope_table`, RoPE's table has a row per token of the step.
-    Does not wait for the device.
+    """`lengths` is [S] int64. The caller must store all keys before any chunk attends. If `has_rope_table`, RoPE's
+    table has a row per token of the step. Does not wait for the device.
     """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
@@ -98,5 +95,4 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
-    """Convert lengths [S] to starts and the last end, [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

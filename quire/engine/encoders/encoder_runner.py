@@ -19,7 +19,7 @@ class CompletedStep:
         self._output = output
 
     def sample_tokens(self) -> None:
-        """Does nothing: encoders sample no tokens."""
+        """Encoders sample no tokens."""
 
     def result(self) -> ModelRunnerOutput:
         return self._output
@@ -99,10 +99,10 @@ class EncoderRunner:
         return False
 
     def make_block_mover(self) -> None:
-        """Return None, because an encoder keeps no KV blocks."""
+        """An encoder keeps no KV blocks."""
 
     def make_state_offload_mover(self) -> None:
-        """Return None, because an encoder has no state slots."""
+        """An encoder has no state slots."""
 
     def preload_grammar_compiler(self) -> None:
         pass

@@ -18,7 +18,6 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
-    """Return None if no family has this model type."""
     family = find_any_family(model_type)
     return family if isinstance(family, DecoderFamily) else None
 
@@ -60,7 +59,7 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _find_family_by_module_name(model_type: str) -> ModelFamily | None:
-    """Imports one module, because importing all would take a tenth of `quire plan`'s time."""
+    """Importing all modules would take a tenth of `quire plan`'s time."""
     name = model_type.replace("-", "_")
     if name not in _module_names(__path__):
         return None

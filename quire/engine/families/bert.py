@@ -20,7 +20,7 @@ _WEIGHT_NAMES = EncoderWeightNames(
     mlp_norm="output.LayerNorm",
 )
 BERT_UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
-"""Buffers and training heads in checkpoints, which are not loaded."""
+"""Buffers and training heads are not loaded."""
 BERT_CLASSIFIER = two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
 
 

@@ -44,7 +44,7 @@ _ROUTING: SpecFields = {
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
 """llama.cpp's values of expert_gating_func."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
-"""Identifies DeepSeek-V3 in older files, which do not record that 4 of 8 groups are chosen."""
+"""Older files do not record that DeepSeek-V3 chooses 4 of 8 groups."""
 MLA_GGUF_MODULES = {
     **LAYER_MODULES,
     **expert_modules(),
@@ -71,7 +71,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the sizes of expanded keys and values. In newer files, attention.key_length is the size of cached keys."""
+    """In newer files, attention.key_length is the size of cached keys."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
@@ -88,7 +88,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The file's multiplier determines mscale_all_dim and mscale, which are equal in published models."""
+    """mscale_all_dim and mscale are equal in published models."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

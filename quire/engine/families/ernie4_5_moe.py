@@ -19,9 +19,7 @@ from quire.engine.families.ernie4_5 import ERNIE4_5
 
 
 def _normalizer_eps(config: ModelConfig) -> float:
-    """Return moe_norm_min. Quire adds it to the sum of weights, which is harmless up to 1e-6. Raises ModelError above
-    that.
-    """
+    """Quire adds moe_norm_min to the sum of weights, which is harmless up to 1e-6."""
     least = config.raw.get("moe_norm_min") or 0.0
     if least > 1e-6:
         raise ModelError(f"model: config.json: moe_norm_min: at most 1e-06 is served, got {least}")

@@ -77,7 +77,7 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
 
 
 def _read_falcon_h1_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Read no multipliers, because the weights in GGUF files already contain them."""
+    """The weights in GGUF files already contain the multipliers."""
     has_norm = metadata.any_layer_has_tensor("ssm_norm.weight")
     return read_mamba2_fields(metadata, fields) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
 

@@ -11,9 +11,7 @@ from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFor
 from quire.engine.families.gemma import GEMMA
 
 _LARGEST_MODEL_LAYERS = 46
-"""Number of layers of the largest model, which scales attention by hidden_size / heads instead of the head size. GGUF
-files do not record this.
-"""
+"""The largest model scales attention by hidden_size / heads instead of the head size. GGUF files do not record this."""
 
 
 def read_gemma_gguf_fields(

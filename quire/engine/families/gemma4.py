@@ -40,12 +40,12 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""Default RoPE, keyed by whether the layer has a window."""
+"""Keyed by whether the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
 def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
-    """Set missing layer types. The last layer gets full attention, whatever the file says."""
+    """The last layer gets full attention, whatever the file says."""
     fill_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
     layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
     if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
@@ -79,9 +79,7 @@ def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
 
 
 def _kv_source_layers(config: ModelConfig) -> list[int | None]:
-    """Return the layer whose keys each layer reads, or None for its own. The last layers read from the last layer of
-    their type that has its own. Raises ModelError.
-    """
+    """The last layers read keys from the last layer of their type that has its own."""
     kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
     if shared >= len(kinds):
         raise ModelError(
@@ -134,7 +132,6 @@ def _layer_spec(
 def _kv_heads(
     config: ModelConfig, layer: int, overrides: Mapping[int, LayerOverrides] | None, *, has_window: bool
 ) -> tuple[int, int]:
-    """Raises ModelError."""
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
     if overrides is not None:
@@ -154,7 +151,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """Return per_layer_config by layer index, or None if missing. Keys may have leading zeros. Raises ModelError."""
+    """Keys may have leading zeros."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

@@ -7,12 +7,11 @@ from quire.engine.families.base import ModelConfig, indexer_reader, mla_mixers_r
 from quire.engine.families.deepseek_v32 import DEEPSEEK_V32
 
 _DEFAULT_SKIP_OFFSET = 2
-"""Default of index_skip_topk_offset."""
 
 
 def _check_indexer_types(config: ModelConfig) -> None:
-    """Raises ModelError if layers reuse the tokens that an earlier layer's indexer chose. The first of three fields
-    that is set tells which layers do: `indexer_types` (a type per layer), `index_topk_pattern` (a letter per layer) or
+    """Refuses layers that reuse the tokens which an earlier layer's indexer chose. The first of three fields that is
+    set tells which do: `indexer_types` (a type per layer), `index_topk_pattern` (a letter per layer) or
     `index_topk_freq` (one layer in this many runs its indexer).
     """
     raw = config.raw

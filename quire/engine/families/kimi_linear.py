@@ -39,7 +39,7 @@ _DENSE_MODULES = {
 
 
 def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
-    """Published files have linear_attn_config. Files that transformers saved have its contents as top-level fields."""
+    """Published files have linear_attn_config. transformers saves its contents as top-level fields."""
     linear = fields.get("linear_attn_config")
     linear = linear if isinstance(linear, dict) else {}
     fields |= {name: linear[alias] for alias, name in _SIZES.items() if linear.get(alias) is not None}
@@ -52,7 +52,7 @@ def _fill_kimi_linear_fields(fields: dict[str, Any]) -> None:
 
 
 def _check_kimi_linear(config: ModelConfig) -> None:
-    """Raises ModelError for unsupported fields, such as Kimi K3's additions."""
+    """Kimi K3's additions are not served."""
     raw = config.raw
     linear = raw.get("linear_attn_config") or {}
     named = (linear.get("kda_layers"), linear.get("full_attn_layers"))

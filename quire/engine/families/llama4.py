@@ -37,7 +37,7 @@ def _layer_type(layer: int, every: int, rotates: Any) -> str:
 
 
 def _chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
-    """Return each layer's chunk size in tokens; None for full attention, or if the longest context fits in a chunk."""
+    """None for full attention, or if the longest context fits in a chunk."""
     longest = config.max_model_len or config.max_position
     sizes = layer_windows({**config.raw, "sliding_window": config.raw.get("attention_chunk_size")}, config.num_layers)
     return tuple(None if size is None or size >= longest else size for size in sizes)

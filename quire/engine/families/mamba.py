@@ -26,7 +26,7 @@ from quire.engine.families.base import (
 
 
 def fill_attention_free_mamba_fields(fields: dict[str, Any]) -> None:
-    """Set sizes of attention and MLPs too, because other code reads them."""
+    """Other code reads sizes of attention and MLPs too."""
     fill_mamba_sizes(fields, inner_size=fields.get("mamba_d_ssm"))
     if isinstance(inner := fields.get("mamba_d_ssm"), int):
         heads, head_size = fields["mamba_n_heads"], fields["mamba_d_head"]

@@ -17,7 +17,7 @@ from quire.engine.families.base import (
 
 
 def _read_olmo2_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ModelError for OLMo 3's files, which have the same architecture name."""
+    """OLMo 3's files have the same architecture name."""
     if window := metadata.integer("attention.sliding_window"):
         raise metadata.field_error("attention.sliding_window", f"{window}: OLMo 3 is served only from safetensors")
     return {}

@@ -24,7 +24,7 @@ from quire.engine.families.phi3 import PHI3
 
 
 def _read_rope(config: ModelConfig) -> dict[str, Any]:
-    """Raises ModelError unless the attention factors of short and long contexts are equal."""
+    """The attention factors of short and long contexts must be equal."""
     rope = dict(config.rope)
     short, long = (rope.pop(f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:

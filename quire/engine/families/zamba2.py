@@ -24,7 +24,7 @@ from quire.engine.families.base import (
 from quire.kernels.parameters.activation import GELU, Activation
 
 _MAX_SHARED_USES = 64
-"""Maximum number of layers with shared blocks, because the names of their low-rank linears are listed in advance."""
+"""The names of low-rank linears are listed in advance."""
 _SHARED_MODULE = "shared_transformer"
 _SHARED_GATE_UP = (f"{_SHARED_MODULE}.feed_forward.gate_proj", f"{_SHARED_MODULE}.feed_forward.up_proj")
 _GATE_ACTIVATIONS: dict[str, Activation] = {

@@ -65,11 +65,11 @@ _TAG_PREFERENCE = (
     "IQ1_M",
     "IQ1_S",
 )
-"""Known tags, most preferred first: four bits, slightly more, fewer, many more, then fewer than two."""
+"""Most preferred first: four bits, slightly more, fewer, many more, then fewer than two."""
 
 
 def file_tag(path: str) -> str:
-    """Return Q4_K_M for model-q4_k_m-00001-of-00002.gguf, or the whole stem without a known tag."""
+    """Return Q4_K_M for model-q4_k_m-00001-of-00002.gguf, or the stem without a known tag."""
     stem = PART_PATTERN.sub("", PurePosixPath(path).name)
     stem = stem[: -len(GGUF_SUFFIX)] if stem.lower().endswith(GGUF_SUFFIX) else stem
     match = _TAG_PATTERN.search(stem)
@@ -77,7 +77,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Return the models by tag, without incomplete ones. The parts of split models are sorted."""
+    """Omits incomplete models. The parts of split models are sorted."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -92,9 +92,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """Return the files with this tag or, if it is None, with the tag nearest to Q4_K_M. Raises ModelError naming
-    available tags.
-    """
+    """Without a tag, the one nearest to Q4_K_M counts. Raises ModelError naming available tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)

@@ -21,7 +21,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Maximum number of items of an array. Vocabularies have about 2**18."""
+"""Vocabularies have about 2**18 items."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
@@ -40,7 +40,7 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     shape: tuple[int, ...]
-    """Shape with the contiguous axis last, whereas files store the axes in reverse order."""
+    """The contiguous axis is last. Files store the axes in reverse order."""
     type: GGMLType
     file: Path
     offset: int
@@ -62,7 +62,7 @@ class GGUFHeader:
     tensors: Mapping[str, GGUFTensor]
 
     def get_string(self, key: str) -> str | None:
-        """Return None if missing. All getters raise ModelError for a wrong type."""
+        """All getters raise ModelError for a wrong type."""
         return self._get_typed(key, str, "a text")
 
     def get_integer(self, key: str) -> int | None:
@@ -81,7 +81,6 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """Return [] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -225,7 +224,7 @@ class _HeaderReader:
             raise self._header_error(f"{what}: is not UTF-8") from None
 
     def _read_name(self, what: str) -> str:
-        """Raises ModelError for an unprintable name, because error messages show names."""
+        """Error messages show names, so they must be printable."""
         name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
             raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")
@@ -240,7 +239,6 @@ class _HeaderReader:
         return number
 
     def _read_exactly(self, length: int) -> bytearray:
-        """Raises ModelError at the end of the file."""
         end = self._position + length
         if end > len(self.data):
             if end > self._file_size:

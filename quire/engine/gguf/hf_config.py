@@ -66,7 +66,6 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
-    """Raises ModelError."""
     arch = metadata.architecture
     if not (families := find_gguf_families(arch)):
         known = ", ".join(gguf_architectures())
@@ -93,7 +92,7 @@ def generation_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
-    """Bytes of all matrices by type, most bytes first."""
+    """Counts matrices only. Types with most bytes come first."""
     bytes_by_type: dict[str, int] = {}
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -102,9 +101,6 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raises ModelError if value heads are not of size `head_dim`, or if only part of a head rotates in a family
-    without partial RoPE.
-    """
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -133,13 +129,11 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Files with less than this fraction of float weights count as quantized throughout, because routers and convolutions
-are never quantized.
-"""
+"""Routers and convolutions are never quantized, so files with fewer floats than this count as quantized throughout."""
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Return the dtype with most bytes in matrices. For quantized models, it is bfloat16, the dtype of training."""
+    """Quantized models have bfloat16, the dtype of training."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
@@ -186,7 +180,7 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """Add LongRoPE's factors, which GGUF files store as tensors. Raises ModelError."""
+    """GGUF files store LongRoPE's factors as tensors."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -201,7 +195,7 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Return YaRN's fields except factor. Raises ModelError."""
+    """Excludes factor."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
@@ -227,7 +221,6 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[float]:
-    """Raises ModelError unless the tensor is float32 and small."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
     file = open_if_present(tensor.file)

@@ -40,10 +40,10 @@ _END_TOKENS = {
     "<end_of_utterance>",
     *HARMONY_END_TOKENS,
 }
-"""Tokens that end answers. Files name one or two of them as such, and may mark others as normal tokens."""
+"""Files name one or two of these tokens as ends, and may mark others as normal tokens."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
-"""Limit of the characters in all splits of SentencePiece tokens. Gemma has about 2**25."""
+"""Bounds the characters in all splits of SentencePiece tokens. Gemma has about 2**25."""
 
 
 def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
@@ -110,7 +110,6 @@ def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
-    """Return None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
@@ -130,7 +129,6 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
-    """Return None if the id is missing or not below `count`."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -187,7 +185,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """Yields all pairs of tokens that form a token, highest score first, because SentencePiece files have no merges."""
+    """SentencePiece files have no merges. All pairs of tokens that form a token become merges, highest score first."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long in total to be split into merges")
@@ -205,7 +203,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """Adds BOS and EOS if the file says so. `adds_bos` is the default of add_bos_token."""
+    """`adds_bos` is the default of add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

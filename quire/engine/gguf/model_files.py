@@ -25,7 +25,7 @@ _MAX_LISTED_FILES = 8
 
 
 def find_model_in_python_package(name: str) -> Path | None:
-    """Return None unless `name` is a packaged model. Raises ModelError if its package is missing."""
+    """Raises ModelError if the model's package is missing."""
     if name not in PACKAGED_MODELS:
         return None
     module, file, package = PACKAGED_MODELS[name]
@@ -33,13 +33,13 @@ def find_model_in_python_package(name: str) -> Path | None:
     for place in () if spec is None else spec.submodule_search_locations or ():
         if (path := Path(place) / file).is_file():
             return path
-    pip = f"{shlex.quote(sys.executable)} -m pip"  # this interpreter's pip
+    pip = f"{shlex.quote(sys.executable)} -m pip"
     raise ModelError(f"model: {name} is in a package that is not installed: {pip} install --no-deps {package}")
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """Returns the GGUF file, or the first part of a split one; None if the folder has safetensors or no GGUF files.
-    Raises ModelError for several.
+    """Finds the first part of a split file. None if the folder has safetensors. Raises ModelError for several GGUF
+    files.
     """
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
@@ -54,7 +54,7 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Merge the headers of all parts. Raises ModelError."""
+    """Merges the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:
@@ -81,8 +81,6 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
-    """Reads a model folder's files, or makes equivalent ones from a GGUF header."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}
@@ -100,14 +98,13 @@ class ModelFiles:
 
     @property
     def folder(self) -> Path | None:
-        """None for a GGUF file."""
         return None if self._generators else self._path
 
     def file_label(self, name: str) -> str:
         return f"{self._path.name}, read as {name}" if self._generators else name
 
     def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-        """None if there is no such file. Raises ModelError."""
+        """Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
         return read_json_if_present(self._path / name, max_bytes)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 class PreTokenizerSpec(NamedTuple):
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """True if text that equals a token becomes this token without applying merges."""
+    """If True, text that equals a token becomes this token without merges."""
     adds_bos: bool = False
     """Default for a missing add_bos_token."""
     normalizes_nfc: bool = False

@@ -22,8 +22,8 @@ _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def checkpoint_names(name: str, gguf: GGUFFormat, num_experts: int) -> str | list[str] | None:
-    """Maps blk.0.attn_q.weight to model.layers.0.self_attn.q_proj.weight, and a tensor of all experts (first axis) to a
-    name per expert. Returns None for tensors without weights, and unknown names unchanged.
+    """Maps blk.0.attn_q.weight to model.layers.0.self_attn.q_proj.weight, and a tensor of all experts to a name per
+    expert. None for tensors without weights. Unknown names stay unchanged.
     """
     stem, _, suffix = name.rpartition(".")
     if stem in _WITHOUT_WEIGHTS:

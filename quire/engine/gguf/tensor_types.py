@@ -9,7 +9,7 @@ _NESTED_INPUTS = 256
 
 
 class HeldForm(NamedTuple):
-    """How backends store a quantized type in memory (kernels/quantized_tensors.py)."""
+    """How backends store a quantized type in memory."""
 
     code_bits: int
     group_size: int
@@ -38,7 +38,7 @@ class GGMLType(NamedTuple):
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean bits per weight, including scales."""
+        """Includes scales."""
         return 8 * self.type_size / self.block_size
 
 
@@ -70,7 +70,6 @@ SUPPORTED_TYPES = {
     39: GGMLType("MXFP4", 32, 17, HeldForm(4, 32)),
     40: GGMLType("NVFP4", 64, 36, HeldForm(4, 16)),
 }
-"""Keyed by type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -106,7 +106,6 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:
-    """Raises ConfigError."""
     try:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:

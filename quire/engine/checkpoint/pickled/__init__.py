@@ -1,4 +1,4 @@
-"""Reads dtypes and shapes of tensors in `torch.save` files. Unpickling may call any function, so only torch.save's few
+"""Reads tensors' dtypes and shapes in `torch.save` files. Unpickling may call any function, so only torch.save's few
 instructions are interpreted.
 """
 
@@ -77,7 +77,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """Return None if there is no file. Raises ModelError."""
+    """None if there is no file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -152,7 +152,6 @@ class _PickleStack:
 
 
 def _interpret_pickle(instructions: Iterable[tuple[Any, Any, int | None]]) -> Any:
-    """Raises ValueError for unexpected content."""
     stack = _PickleStack()
     memo: dict[int, Any] = {}
     for count, (opcode, argument, _) in enumerate(instructions):

@@ -31,16 +31,13 @@ class DecoderSizes(StepCosts):
     head_dim: int
     """Elements of a cached key per head. With MLA, all cached elements."""
     layer_cache_specs: tuple[LayerKVCacheSpecs, ...]
-    """Per layer. Layers of an encoder that caches nothing have a FullAttentionSpec of 0 elements per token."""
+    """Layers of an encoder that caches nothing have a FullAttentionSpec of 0 elements per token."""
     conv_state_formula: str = ""
-    """Formula of the values that convolutions cache per token, for users; "" if none."""
     gpu_error: str | None = None
-    """See DecoderSpec.gpu_error."""
     quantized_kv_error: str | None = None
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
-    """Keyed by name, for constructing subclasses."""
     return {each.name: getattr(costs, each.name) for each in fields(costs)}
 
 

@@ -17,9 +17,9 @@ from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
-"""Model types whose MLPs have two linears and whose norms have biases."""
+"""Their MLPs have two linears and their norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""Model types with learned positions, whose head is tied by default."""
+"""Their head is tied by default."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
@@ -76,14 +76,14 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """Return False for transformers' classes, which cache expanded keys and values."""
+    """Transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """Return, per layer: parameters, cached values per token, their formula, and query heads times head size."""
+    """Per layer: parameters, cached values per token, their formula, and query heads times head size."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -148,14 +148,13 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
 
 
 def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
-    """Raises ModelError."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
     return int(text_fields[key])
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """`name` is a key of SIZE_FIELD_ALIASES. Return 0 if missing."""
+    """`name` is a key of SIZE_FIELD_ALIASES. 0 if missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 

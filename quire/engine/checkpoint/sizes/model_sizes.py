@@ -45,14 +45,12 @@ class ModelSizes(DecoderSizes):
     dtype: str
     uses_float32_activations: bool
     quantization: str | None
-    """Quantization method; None if unquantized."""
     bits_per_weight: float
     """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Empty for supported models."""
     notes: tuple[str, ...]
     tower_parameters: int
-    """Parameters of the image tower and its connector, which `num_parameters` does not include."""
+    """Parameters of the image tower and its connector, which `num_parameters` excludes."""
     tower_linear_parameters: int
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
@@ -82,7 +80,7 @@ class ModelSizes(DecoderSizes):
         return sum(each.kv_elements for each in self.cache_specs if isinstance(each, AttentionSpec))
 
     def slot_bytes(self, num_draft_tokens: int, element_sizes: KVElementSizes) -> int:
-        """Return bytes per sequence that are not in KV blocks."""
+        """Excludes KV blocks."""
         return sum(each.slot_bytes(num_draft_tokens, element_sizes) for each in self.cache_specs)
 
     @property
@@ -90,7 +88,6 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, RecurrentStateSpec) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """Return the share of the weights that a step of `tokens` reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -139,7 +136,6 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ModelError for an incomplete configuration or another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
@@ -150,7 +146,6 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """None if the model has no family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -178,7 +173,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Return method and bits per weight, scales included; (None, 0) if unquantized."""
+    """Method and bits per weight, scales included."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
@@ -198,7 +193,6 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
 
 
 def _mean_stored_bits(settings: Mapping[str, Any]) -> float | None:
-    """None for unsupported settings."""
     try:
         return parse_quantization_config(settings).mean_stored_bits  # type: ignore[arg-type]
     except ModelError:

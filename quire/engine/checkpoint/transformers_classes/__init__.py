@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _OUTER_FIELDS = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
-"""Outer fields that apply to the text model. text_config overrides them."""
+"""These outer fields apply to the text model unless text_config overrides them."""
 
 _POSITIONS_AFTER_PADDING = {
     "camembert",
@@ -24,9 +24,7 @@ _POSITIONS_AFTER_PADDING = {
 
 @cache
 def rejection_reasons_by_model_type() -> Mapping[str, str]:
-    """Why each model type is not served; "" if it is. tests/engine/models/test_every_class.py writes
-    class_support.toml.
-    """
+    """Values are "" for served model types. tests/engine/models/test_every_class.py writes class_support.toml."""
     content = tomllib.loads(Path(__file__).with_name("class_support.toml").read_text(encoding="utf-8"))
     reasons = dict.fromkeys(content["served"], "")
     return reasons | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -53,7 +51,7 @@ def merge_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_position_id(hf_config: Mapping[str, Any]) -> int:
-    """Return the position of a prompt's first token: the padding id plus 1 in RoBERTa's classes, otherwise 0."""
+    """The padding id plus 1 in RoBERTa's classes, otherwise 0."""
     padding = hf_config.get("pad_token_id")
     return (
         int(padding) + 1
@@ -63,7 +61,6 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 
 
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
-    """Return why transformers' class cannot be served; None if tests found that it can."""
     if raw.get("is_encoder_decoder"):
         return "it is an encoder-decoder model, and neither half is served by itself"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")

@@ -1,6 +1,4 @@
-"""Gemma 4's tower (Google, 2026) for any image shape: a text model's layers with bidirectional attention, then average
-pooling.
-"""
+"""Gemma 4's tower (Google, 2026): a text model's layers with bidirectional attention, then average pooling."""
 
 from __future__ import annotations
 
@@ -94,8 +92,8 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """The checkpoint rotates a head's elements for columns and for rows in separate halves. The loader reorders
-        them for RoPE of whole heads.
+        """The checkpoint rotates a head's elements for columns and for rows in separate halves. RoPE here needs whole
+        heads.
         """
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter

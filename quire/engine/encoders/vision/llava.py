@@ -63,7 +63,7 @@ class LlavaTower(Tower):
         ]
 
     def _join_squares(self, image: Image, squares: list[Tensor]) -> Tensor:
-        """Join the features of an image's squares. The first square shows the whole image."""
+        """The first square shows the whole image."""
         if not self._vision.has_newline_token:
             return squares[0]
         best = self._vision.image_pinpoint(image)

@@ -1,4 +1,4 @@
-"""Pixtral's tower (Agrawal et al., 2024) for any image shape, and Mistral Small 3.1's patch merger."""
+"""Pixtral's tower (Agrawal et al., 2024), and Mistral Small 3.1's patch merger."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Load weights through `parameters()` before use."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -64,7 +62,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """The first `num_skipped` rows are not patches. Raises ModelError for an unsupported activation."""
+        """The first `num_skipped` rows are not patches."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -85,8 +83,6 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """Like PixelShuffleProjector, but with two linears and an optional norm."""
-
     def __init__(
         self,
         build_context: TowerBuildContext,
@@ -145,7 +141,6 @@ class AttentionPoolingProjector(Projector):
     """SigLIP's pooling: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
-        """Raises ModelError for an unsupported activation."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")

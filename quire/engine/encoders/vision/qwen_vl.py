@@ -1,6 +1,4 @@
-"""Towers of Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL (Qwen Team, 2025) for any image
-shape.
-"""
+"""Towers of Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL (Qwen Team, 2025)."""
 
 from __future__ import annotations
 
@@ -108,8 +106,8 @@ class QwenVLTower(Tower):
         return torch.cat(parts)
 
     def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the encoder's order of patches, [T] int64, in which patches of a token or window are adjacent, and
-        lengths of sequences that attend within themselves, per metadata group (0 for whole images, 1 for windows).
+        """Return the encoder's order of patches, [T] int64, in which patches of a token or window are adjacent. Also
+        return lengths of sequences that attend within themselves, for metadata groups 0 (whole images) and 1 (windows).
         """
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
@@ -122,7 +120,7 @@ class QwenVLTower(Tower):
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
     def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
-        """`order` has patch indices in the encoder's order. Returns [tokens] int64."""
+        """Convert the encoder's order of patches to [tokens] int64."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
         token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
@@ -150,9 +148,7 @@ class QwenVLTower(Tower):
 
 
 class PatchMerger:
-    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all these patches
-    together.
-    """
+    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all these patches."""
 
     def __init__(
         self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool

@@ -36,11 +36,10 @@ class SquareTowerSpec:
     class_token: str | None = None
     first_norm: str | None = None
     has_batch_axes: bool = False
-    """True if the tensors of class token and positions have leading axes of size 1."""
+    """If True, the tensors of class token and positions have leading axes of size 1."""
 
 
 def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:
-    """Raises ModelError for an unsupported activation."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layers.{{}}",
@@ -64,7 +63,7 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """Return the spec of InternVL's tower (Chen et al., 2024)."""
+    """InternVL's tower (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",

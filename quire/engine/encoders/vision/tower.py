@@ -28,7 +28,7 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """Quantization of linears in layers. Other linears, such as patch embeddings, are unquantized."""
+    """Linears outside layers, such as patch embeddings, are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
@@ -70,8 +70,8 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """Convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers this
-    many video frames, which repeat the image.
+    """A convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers
+    this many video frames, which repeat the image.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
 
 
 def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """Return a pre-norm encoder without positions. Raises ModelError for an unsupported activation."""
+    """A pre-norm encoder without positions."""
     return EncoderSpec(
         names=names,
         vocab_size=0,
@@ -153,11 +153,10 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return [T, head_dim] like QKNormRopeParams.cos_sin. `rows` and `columns` are [T], frequencies [head_dim / 4]."""
+    """Return [T, head_dim] like QKNormRopeParams.cos_sin. Frequencies are [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
-    """Return [size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

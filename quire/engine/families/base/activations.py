@@ -15,7 +15,7 @@ _ACTIVATION_KINDS = {
 
 
 def hidden_activation(config: ModelConfig) -> str | None:
-    """None if config.json names none. Raises ModelError."""
+    """Raises ModelError."""
     name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
     if name is not None and name not in _ACTIVATION_KINDS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")

@@ -8,12 +8,9 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_objects import MAX_WIDTH
 
 POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
-"""Norms follow sublayers instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""Values of a spec's fields, by field name. A callable gets the config and returns the value. A list or tuple has one
-value per layer.
-"""
+"""A callable gets the config and returns the value. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
@@ -25,12 +22,11 @@ def flag_reader(name: str) -> ConfigReader:
 
 
 def default_true_reader(name: str) -> ConfigReader:
-    """The reader returns True unless the field is false."""
     return lambda config: config.raw.get(name) is not False
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
-    """The reader returns `default` if the field is missing, null or 0."""
+    """A missing field, null and 0 become `default`."""
     return lambda config: config.raw.get(name) or default
 
 
@@ -65,6 +61,6 @@ def fill_intermediate_size(fields: dict[str, Any]) -> None:
 
 
 def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
-    """If multi_query is set, all heads share one key and value, unless new_decoder_architecture is set."""
+    """new_decoder_architecture overrides multi_query."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

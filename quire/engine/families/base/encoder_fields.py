@@ -10,7 +10,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
-    """`fields` override EncoderSpec's defaults. Raises ModelError."""
+    """Raises ModelError."""
     defaults: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

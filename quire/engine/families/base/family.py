@@ -28,7 +28,7 @@ class ModelFamily:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values for null or missing fields, by Llama's names."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values for missing config fields whose null has another meaning."""
+    """For fields whose null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
     """Runs before validation, so fields may have values of any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +39,6 @@ class ModelFamily:
 class DecoderFamily(ModelFamily):
     other_layer_types: tuple[str, ...] = ()
     has_partial_rotary: bool = False
-    """True if transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must not be set, mapped to the end of the error message."""
@@ -47,26 +46,23 @@ class DecoderFamily(ModelFamily):
     """Raises ModelError."""
 
     base: DecoderFamily | None = None
-    """Family whose decoder the fields below change; None means base_decoder_spec's decoder."""
+    """The fields below change this family's decoder. None means base_decoder_spec's decoder."""
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """None keeps the base's norm."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """Replaces attention in each layer; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Replaces the MLP in layers with experts. Returns None for a model without experts."""
+    """Returns None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)
 
     weight_names: WeightNames = field(default_factory=WeightNames)
     gguf: GGUFFormat | None = None
-    """None if GGUF files are not supported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
-        """Config fields and weight names in `changes` replace this family's. Spec changes and checks are applied in
-        addition to this family's. GGUF and multimodal_text_defaults are not inherited.
+        """Config fields and weight names in `changes` replace this family's. Spec changes and checks add to this
+        family's. GGUF and multimodal_text_defaults are not inherited.
         """
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 

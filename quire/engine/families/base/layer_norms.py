@@ -13,7 +13,6 @@ from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.model_config import ModelConfig
 
 PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
-"""The MLP reads the same normed input as attention."""
 
 
 def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
@@ -31,7 +30,6 @@ def layer_norm_family(
 
 
 def _plain_mlp_activation(config: ModelConfig) -> str:
-    """Raises ModelError."""
     activation = hidden_activation(config)
     if activation is None or activation == "silu":
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")

@@ -13,7 +13,6 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return each attention layer's window in tokens; None if unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -30,7 +29,7 @@ def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int 
 
 
 def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """If no field lists layer types, layers from max_window_layers on have windows."""
+    """Without listed layer types, layers from max_window_layers on have windows."""
     windows = layer_windows(text_fields, num_layers)
     if (
         text_fields.get("layer_types")
@@ -73,7 +72,7 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """`values` returns one value per attention layer. The reader adds None for layers of `other_kinds`."""
+    """`values` has only attention layers. Layers of `other_kinds` get None."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
@@ -83,7 +82,7 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Sets missing layer types. `kind_of` gets layer indices from 0."""
+    """`kind_of` gets layer indices from 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

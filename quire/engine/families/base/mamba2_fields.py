@@ -24,7 +24,7 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (heads)."""
+"""Rows of in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (heads)."""
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -49,7 +49,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Rename legacy layer types, or set missing ones. `kind_of` returns a layer's default type."""
+    """Renames legacy layer types. `kind_of` returns a layer's default type."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -60,7 +60,7 @@ def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str
 
 
 def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """`inner_size` is the size of all heads, by default mamba_expand times the hidden size."""
+    """`inner_size` counts all heads' elements, by default mamba_expand times the hidden size."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
         if isinstance(inner_size, int):
@@ -72,7 +72,7 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raise ModelError if config.json's total width is not heads times head size."""
+    """Raises ModelError if the width is not heads times head size."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):
@@ -87,6 +87,6 @@ def check_mamba2_width(config: ModelConfig) -> None:
 
 
 def _parse_infinity(value: Any) -> Any:
-    """Convert numbers that JSON lacks, which transformers writes as {"__float__": ...}."""
+    """JSON lacks these numbers. transformers writes {"__float__": ...}."""
     written = value.get("__float__") if isinstance(value, Mapping) else None
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else value

@@ -13,15 +13,15 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 MLA_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents and index keys in all families, instead of rms_norm_eps."""
+"""All families use this epsilon for latents and index keys, instead of rms_norm_eps."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""Fields of older files that qk_rope_head_dim replaces."""
+"""qk_rope_head_dim replaces these in older files."""
 
 
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True, *, read_indexer: ConfigReader = lambda config: None
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """`is_interleaved` returns whether RoPE pairs neighbors. `read_indexer` returns MLALayerSpec.indexer."""
+    """`is_interleaved` returns whether RoPE pairs neighbors."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         spec = mla_spec(config, norm, is_interleaved=is_interleaved(config))
@@ -31,7 +31,7 @@ def mla_mixers_reader(
 
 
 def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
-    """`is_interleaved` applies to the indexer's own RoPE. The reader raises ModelError."""
+    """`is_interleaved` applies to the indexer's own RoPE."""
 
     def read_indexer(config: ModelConfig) -> IndexerSpec:
         raw = config.raw
@@ -54,7 +54,7 @@ def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
 def mla_spec(
     config: ModelConfig, norm: NormSpec, *, is_interleaved: bool = True, has_rope: bool = True
 ) -> MLALayerSpec:
-    """`has_rope` is False for NoPE. Raises ModelError."""
+    """Raises ModelError."""
     raw = config.raw
     sizes: dict[str, Any] = {name: raw.get(name) for name in MLA_SIZE_FIELDS}
     for name, size in sizes.items():

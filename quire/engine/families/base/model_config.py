@@ -23,16 +23,14 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's dtype."""
     rope: dict[str, Any]
     raw: FamilyConfigFields
-    """All fields of config.json. Values have their declared types, or are None."""
+    """Values have their declared types, or are None."""
     eos_token_ids: tuple[int, ...] = ()
     """Empty until read_eos_token_ids is called."""
     max_model_len: int | None = None
-    """Longest context to serve, in tokens. If None, it is `max_position`."""
+    """Longest context to serve, in tokens."""
     rope_context: int | None = None
-    """Context in tokens that RoPE is computed for; None if RoPE does not depend on it."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     transformers_config: Mapping[str, Any] | None = None
-    """All of config.json if transformers' class computes the model."""
+    """Set if transformers' class computes the model."""

@@ -13,10 +13,9 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Limit for all layers together, so that a bad config.json cannot make Quire create too many."""
+"""Bounds all layers together, so that a bad config.json cannot make Quire create too many."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
-"""Raises ModelError."""
 
 
 def _group_score_top_k(config: ModelConfig) -> int:
@@ -32,7 +31,7 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""Routing of DeepSeek-V3 (2024): weights are sigmoids, and groups of experts are ranked by their two best experts."""
+"""DeepSeek-V3 (2024): weights are sigmoids, and groups are ranked by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
@@ -66,7 +65,6 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
-    """Return 0 if there are no shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -90,7 +88,7 @@ def mlp_intermediate_size(config: ModelConfig) -> int:
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """The reader returns None for size 0, unless `is_required`. By default the size is shared_expert_width."""
+    """The reader returns None for size 0, unless `is_required`."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -133,7 +131,7 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""Softmax over all experts. If norm_topk_prob is set, the chosen weights are normalized."""
+"""Softmax over all experts."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
@@ -143,7 +141,7 @@ GROUPED_MOE = moe_reader(
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""As in Qwen, the sigmoid of a linear with one output scales the shared expert's output."""
+"""As in Qwen, the sigmoid of a linear scales the shared expert's output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -17,16 +17,14 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""Trained context in tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
+"""Tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""RoPE types for which transformers' classes compute frequencies from the longest context."""
+"""transformers' classes compute their frequencies from the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return one set of RoPE parameters, or one set per layer type.
-
-    transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters. If
-    a file has both objects, rope_scaling counts.
+    """transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters.
+    If a file has both objects, rope_scaling counts. They have one set of parameters, or one per layer type.
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters")
     return rope if isinstance(rope, Mapping) else {}
@@ -38,7 +36,7 @@ def rope_types(fields: Mapping[str, Any]) -> set[str]:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Return "" if no type is named. Qwen's mrope is the default type with several positions per token."""
+    """Qwen's mrope is the default type with several positions per token."""
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     return "default" if kind == "mrope" else kind
 
@@ -51,11 +49,9 @@ def normalize_rope(
     trained_context: int | None = None,
     default_trained_context: int | None = None,
 ) -> dict[str, Any]:
-    """Adds rope_type and, for types that need it, the context length of training, like transformers'
-    `standardize_rope_params`.
+    """Adds rope_type and the context length of training, like transformers' `standardize_rope_params`.
 
-    `defaults` has rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides the context
-    length in `rope_fields`.
+    `defaults` has rope_theta and other fields that `rope_fields` may omit. `trained_context` overrides `rope_fields`.
     """
     rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
     rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
@@ -90,7 +86,7 @@ def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, h
 
 
 def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
-    """Return config.json's value, or YaRN's extended context if longer, as Qwen advises."""
+    """YaRN's extended context counts if longer, as Qwen advises."""
     config_positions = raw.get("max_position_embeddings") or 2048
     if rope["rope_type"] != "yarn":
         return config_positions
@@ -112,16 +108,12 @@ def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> 
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """If `interleaved_sections` is empty, the three axes have consecutive frequencies. Otherwise the axes alternate,
-    and it has their default sizes.
-    """
+    """See parse_mrope_axes."""
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """The reader returns each layer's RoPE. Only layers without a window may have scaled RoPE. `full` and `sliding`
-    read the default rope_theta.
-    """
+    """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         raw = config.raw

@@ -10,7 +10,6 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-"""The groups are the layer's index and the module's name."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -21,9 +20,9 @@ FUSED_MODULES: LayerModules = {
     "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
     "conv.in_proj": SHORT_CONV_PROJECTIONS,
 }
-"""Fused modules, mapped to the modules that they join. GGUF files of any family may contain them."""
+"""GGUF files of any family may contain fused modules."""
 GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
-"""For each head, the rows of its query, then those of its output gate."""
+"""For each head, the rows of its query precede those of its output gate."""
 
 
 def delta_net_projections(letters: str) -> tuple[str, ...]:
@@ -38,8 +37,8 @@ FEED_FORWARD_MODULES: LayerModules = {
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One tensor contains all experts. By default, each expert is stored as [inputs, outputs], and outputs of gate and
-    up alternate, as in gpt-oss.
+    """One tensor contains all experts. By default, each expert is [inputs, outputs], and outputs of gate and up
+    alternate, as in gpt-oss.
     """
 
     gate_up_halves: bool = False
@@ -51,26 +50,23 @@ class StackedExperts:
 @dataclass(frozen=True, slots=True)
 class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
-    """Names of modules outside layers, without prefix, mapped to Llama's names."""
+    """Maps names without prefix to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """Names of modules in layers, mapped to Llama's names. A fused module maps to several, in the order of their rows,
-    which may be repeated for each head.
-    """
+    """A fused module maps to several, in the order of their rows, which may be repeated for each head."""
     is_fused_by_kv_head: bool = False
-    """True if the rows of fused modules are ordered by key-value head, each with its queries, key and value (GPT-NeoX's
-    order), and in a delta net by key head.
+    """Rows are ordered by key-value head, each with its queries, key and value (GPT-NeoX's order). In a delta net the
+    order is by key head.
     """
     transposed_modules: tuple[str, ...] = ()
     """Modules whose weights are [in, out]."""
     has_interleaved_rope: bool = False
     unused_tensors: tuple[str, ...] = ()
     position_offset: int = 0
-    """Number of unused first rows of the position table."""
+    """Unused first rows of the position table."""
     stacked_experts: StackedExperts | None = None
-    """If None, each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
-        """Return names for GGUF tensors, which have Llama's names, except fused ones."""
+        """GGUF tensors have Llama's names, except fused ones."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
             f"mamba.{name.rpartition('.')[2]}": own
@@ -102,8 +98,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """Return the order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if it is the
-    stored order. In both halves, unrotated elements follow the rotated ones.
+    """Order in which RoPE pairs i with i + head_dim / 2; None for the stored order. In both halves, unrotated elements
+    follow the rotated ones.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

@@ -1,6 +1,4 @@
-"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023) compare vectors of images and texts. Tests compare with
-transformers' image_processing_pil_*.py.
-"""
+"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023) compare vectors of images and texts."""
 
 from __future__ import annotations
 
@@ -58,7 +56,6 @@ class DualEncoderLayout(SquaresLayout):
 
 
 def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
-    """Raises ModelError."""
     return _dual_encoder_vision_spec(
         config,
         "clip",
@@ -70,7 +67,6 @@ def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
 
 
 def siglip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
-    """Raises ModelError."""
     return _dual_encoder_vision_spec(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
 
 

@@ -1,6 +1,4 @@
-"""Gemma 3 (Gemma Team, 2025): every image becomes one square. Tests compare with transformers'
-image_processing_pil_gemma3.py.
-"""
+"""Gemma 3 (Gemma Team, 2025): every image becomes one square."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class Gemma3VisionSpec(VisionSpec):
     square_side: int
     tokens_per_image: int
     begin_token_id: int
-    """The only token that chat templates write for an image. Quire adds the others."""
+    """Chat templates write only this token for an image. Quire adds the others."""
     end_token_id: int
 
     @property
@@ -48,7 +46,6 @@ class Gemma3VisionSpec(VisionSpec):
 
 
 def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     side, outer = config.image_size(224), config.model_fields
     sizes = config.preprocessor_size()

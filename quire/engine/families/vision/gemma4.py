@@ -1,6 +1,4 @@
-"""Gemma 4 (Google, 2026): images are resized to a grid of squares of patches. Each square becomes a token. Tests
-compare with transformers' image_processing_pil_gemma4.py.
-"""
+"""Gemma 4 (Google, 2026): images are resized to a grid of squares of patches. Each square becomes a token."""
 
 from __future__ import annotations
 
@@ -80,7 +78,6 @@ class Gemma4VisionSpec(VisionSpec):
 
 
 def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
-    """Raises ModelError."""
     tower, preprocessor = config.tower, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     head_dim, kv_heads = tower.get("head_dim") or 64, tower.get("num_key_value_heads") or 12
@@ -145,7 +142,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """Return the (columns, rows) of at most `max_squares` squares, in about the image's shape. Raises InvalidImage."""
+    """Return (columns, rows) in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

@@ -1,6 +1,5 @@
 """Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025): images are cut into square tiles, plus a tile
-of the whole image. The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare with transformers'
-image_processing_pil_idefics3.py.
+of the whole image. The tower (SigLIP: Zhai et al., 2023) reads tiles separately.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Idefics3VisionSpec(VisionSpec):
 
 
 def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=3072, layers=12, heads=16, patch=32, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -118,7 +116,7 @@ def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may
 
 
 def _scale_to_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Scales the longer side to `longest`, and makes the shorter side even."""
+    """Makes the shorter side even."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)

@@ -64,7 +64,6 @@ class InternVLVisionSpec(VisionSpec):
 
 
 def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
-    """Raises ModelError."""
     tower = config.tower
     outer = config.model_fields
     preprocessor = config.preprocessor

@@ -1,7 +1,6 @@
 """LFM2-VL (Liquid AI, 2025): large images are cut into tiles, and a thumbnail shows the whole image.
 
-Sizes and tokens match transformers' image_processing_lfm2_vl.py. Its pixels differ by at most one level, because
-torchvision resizes them, not Pillow.
+Pixels differ from transformers' by at most one level, because torchvision resizes them there, not Pillow.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     tile_count_range: tuple[int, int]
     token_count_range: tuple[int, int]
-    """Minimum and maximum number of tokens for an uncut image or a thumbnail."""
+    """For an uncut image or a thumbnail."""
     pixel_tolerance: float
-    """Images are cut if they have more than this factor times the pixels that the maximum number of tokens covers."""
+    """An image with more than this factor times the pixels of the maximum number of tokens is cut."""
     splits_images: bool
     has_thumbnail: bool
     positions_per_side: int
@@ -71,7 +70,6 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
 
 
 def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
-    """Raises ModelError."""
     outer, preprocessor = config.model_fields, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     merge, table = outer.get("downsample_factor") or 2, config.tower.get("num_patches") or 256
@@ -148,7 +146,7 @@ class Lfm2Layout(ImageLayout):
 
 
 def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return (width, height) as multiples of `unit`, for `min_tokens` to `max_tokens`."""
+    """Return (width, height) as multiples of `unit`."""
     high, wide = (max(unit, round(each / unit) * unit) for each in (height, width))
     if high * wide > max_tokens * unit * unit:
         beta = math.sqrt(height * width / (max_tokens * unit * unit))

@@ -1,6 +1,6 @@
 """LLaVA (Liu et al., 2023), LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024): a square CLIP (Radford
 et al., 2021) or SigLIP tower. LLaVA reads an image as one square. The others also cut it into squares, and end each row
-of patches with a learned token. Tests compare with transformers' image_processing_pil_*.py.
+of patches with a learned token.
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
     uses_class_token: bool
-    """The text model also reads CLIP's class token."""
     center_crops: bool
-    """Images are cropped after their shorter side is resized to a square's side."""
+    """Images are cropped after their shorter side is resized."""
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
-    """Sizes (height, width). Images are resized and padded to one of them, then cut. If empty, images are not cut."""
+    """(height, width). Images are resized and padded to one of these sizes, then cut. If empty, images are not cut."""
     max_squares: int | None = None
     """If an image has over 1.21 times the patches of this many squares, its features are interpolated to about these
     patches.
     """
     cuts_only_single_images: bool = False
-    """If a request has several images, each one is padded to a square instead."""
+    """Several images are each padded to a square instead."""
     has_newline_token: bool = False
 
     @property
@@ -105,7 +104,7 @@ class LlavaVisionSpec(VisionSpec):
         return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
     def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
-        """Return (height, width), or None if the image was not cut."""
+        """(height, width); None if the image was not cut."""
         if content.height == self.square_side or content.original is None:
             return None
         height, width = content.original
@@ -122,7 +121,7 @@ class LlavaVisionSpec(VisionSpec):
 
 @dataclass(frozen=True, slots=True)
 class UnpaddedPatchRegion:
-    """The image's patches without padding, in the grid of all squares."""
+    """Positions are in the grid of all squares."""
 
     top: int
     left: int
@@ -136,7 +135,6 @@ class UnpaddedPatchRegion:
 
 
 def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSpec:
-    """Raises ModelError."""
     if config.tower.get("model_type") == "pixtral":
         return pixtral_vision_spec(config)
     vision = _base_llava_vision_spec(
@@ -150,7 +148,6 @@ def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSp
 
 
 def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
-    """Raises ModelError."""
     pinpoints = (
         config.model_fields.get("image_grid_pinpoints")
         or config.preprocessor.get("image_grid_pinpoints")
@@ -165,7 +162,6 @@ def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
-    """Raises ModelError."""
     vision = _base_llava_vision_spec(config, center_crops=False)
     default = [
         [rows * vision.square_side, columns * vision.square_side] for rows in range(1, 7) for columns in range(1, 7)
@@ -185,7 +181,6 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
-    """Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
         raise config.config_error(f"vision_config: model_type: {name!r} is not served, {', '.join(_TOWER_KINDS)} are")
@@ -217,7 +212,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
 
 
 def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_crops: bool) -> None:
-    """Raises ModelError if images do not become squares."""
+    """Raises ModelError."""
     sizes, crop = config.preprocessor_size(), config.preprocessor.get("crop_size")
     resized_side = sizes.get("height") or sizes.get("shortest_edge") or side
     cut = resized_side if crop is None else crop if isinstance(crop, int) else crop.get("height") or resized_side
@@ -228,7 +223,6 @@ def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_
 
 
 def _tower_up_to_feature_layer(config: VisionConfig, shape: TowerShape) -> TowerShape:
-    """Raises ModelError."""
     layer = config.model_fields.get("vision_feature_layer")
     layer = -2 if layer is None else layer
     if isinstance(layer, list):
@@ -253,9 +247,9 @@ def _parse_pinpoints(
 class SquaresLayout(ImageLayout):
     vision: LlavaVisionSpec
     image_size: tuple[int, int]
-    """Original (width, height)."""
+    """(width, height)"""
     pinpoint: tuple[int, int] | None
-    """(height, width), or None if the image becomes one square."""
+    """(height, width); None if the image becomes one square."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -310,7 +304,7 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """Return the (height, width) that keeps the most pixels of the image and, among equals, needs the least padding."""
+    """Return the (height, width) that keeps the most pixels. Among equals, it needs the least padding."""
 
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)

@@ -1,5 +1,5 @@
 """Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and each row of image tokens ends with
-a text token. Tests compare with transformers' image_processing_pil_pixtral.py.
+a text token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Raises ModelError."""
     return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,
@@ -78,7 +77,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Read Pixtral's own configuration, which has LLaVA's model_type. Raises ModelError."""
+    """Pixtral's own configuration has LLaVA's model_type."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 

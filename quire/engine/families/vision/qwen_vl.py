@@ -1,6 +1,5 @@
 """Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) and Qwen3.5: images are
-resized to whole squares of merge x merge patches. Each square becomes a token. Tests compare with transformers'
-image_processing_pil_qwen2_vl.py.
+resized to whole squares of merge x merge patches. Each square becomes a token.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _LOW_DETAIL_TOKENS = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
-    """Video frames per patch. An image is repeated as this many frames."""
+    """An image is repeated as this many frames."""
     min_pixels: int
     """`min_pixels` and `max_pixels` bound the resized image."""
     max_pixels: int
     output_size: int
     position_table_size: int = 0
-    """Rows of the position table, which covers a square; 0 without a table."""
+    """The table covers a square; 0 without a table."""
     window_side: int = 0
-    """Pixels per side of attention windows, or 0 without windows."""
+    """Pixels per side, or 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
-    """Tower layers whose features the text model's first layers add (Meng et al., 2024)."""
+    """The text model's first layers add features of these layers (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
 
     @property
@@ -63,7 +62,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         )
 
     def encoder_cost(self, content: Content) -> int:
-        """Includes patch mergers, each of which costs half a layer."""
+        """Each patch merger costs half a layer."""
         mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
         return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
 
@@ -99,7 +98,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """In vision_config, embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
+    """embed_dim is the tower's width, hidden_size the text model's."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
@@ -109,7 +108,6 @@ def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Raises ModelError."""
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
     vision = _base_qwen_vision_spec(config, shape, config.tower.get("out_hidden_size") or 3584)
@@ -129,7 +127,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Return the spec of Qwen3-VL or Qwen3.5, which by default has no deepstack. Raises ModelError."""
+    """Qwen3.5 by default has no deepstack."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -162,7 +160,6 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
-    """Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")

@@ -23,8 +23,8 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """Reads values without their architecture prefix: "expert_count" reads "qwen3moe.expert_count". Raises ModelError
-    for a wrong type.
+    """Keys lack the architecture prefix: "expert_count" reads "qwen3moe.expert_count". Raises ModelError for a wrong
+    type.
     """
 
     header: GGUFHeader
@@ -40,7 +40,7 @@ class GGUFMetadata:
         return self.header.get_bool(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
-        """Return one integer per layer. Raises ModelError unless the value is a list."""
+        """Raises ModelError unless the value is a list."""
         if not self.is_list(key):
             raise self.field_error(key, "expected a number for each layer")
         return self.header.get_integers(f"{self.architecture}.{key}")
@@ -72,7 +72,7 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Llama's GGUF names, mapped to checkpoint names. In such mappings, * is the expert's index."""
+"""Maps Llama's GGUF names to checkpoint names. In such mappings, * is the expert's index."""
 POST_NORM_MODULES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -107,14 +107,13 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 class GGUFFormat:
     architectures: tuple[str, ...]
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Returns True for this family's files, if several families share an architecture name. Raises ModelError."""
+    """Tells families apart that share an architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(default_factory=dict)
     has_optional_experts: bool = False
-    """True if some of the files have experts and others do not."""
     has_latent_attention: bool = False
-    """True if the model has MLA. `read_fields` then reads the head sizes."""
+    """`read_fields` then reads the head sizes."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows of query and key projections are stored for interleaved RoPE."""
@@ -126,7 +125,7 @@ class GGUFFormat:
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """If `is_mlp_sized`, an expert's width is returned as intermediate_size."""
+    """If `is_mlp_sized`, intermediate_size is an expert's width."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:

@@ -23,7 +23,7 @@ MAMBA2_GGUF_TENSORS: Mapping[str, str] = {
     "ffn_norm": "post_attention_layernorm.weight",
 }
 _ASSUMED_CONTEXT = 131_072
-"""Context of models without a limit, whose files say _UNLIMITED_CONTEXT tokens."""
+"""For models without a limit, whose files say _UNLIMITED_CONTEXT tokens."""
 _UNLIMITED_CONTEXT = 2**20
 
 

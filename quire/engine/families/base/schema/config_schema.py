@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. Without bounds, a bad file could take unlimited time or
-memory. null means a missing field.
+"""Types and bounds of config.json. Without bounds, a bad file could take unlimited time or memory. null means a missing
+field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LAYERS = 4096
 MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
 LONGROPE_TYPES = ("longrope", "su", "yarn")
-"""Phi's names for LongRoPE; in other families "yarn" is YaRN."""
+"""In Phi, "yarn" is LongRoPE; in other families it is YaRN."""
 _NumLayers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 _NumLayersOrZero = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 _VocabSize = Annotated[int, Meta(ge=1, le=2**26)]
@@ -40,7 +40,7 @@ _NumExpertsOrZero = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
-"""EXAONE 4's repeated pattern, in which L layers have a window and G layers do not."""
+"""EXAONE 4's repeated pattern: L layers have a window, G layers do not."""
 
 TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 SIZE_FIELD_ALIASES = {
@@ -56,8 +56,6 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
-    """See `rope_table` for the fields of each rope_type."""
-
     rope_type: ShortText | None
     type: ShortText | None
     rope_theta: _Theta | None
@@ -84,14 +82,12 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """RoPE of all layers or, in Gemma 3, one set per layer type."""
-
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
 
 
 class CommonConfigFields(Gemma4Fields, KimiLinearFields, IndexerFields, total=False):
-    """Fields that both the server and `quire plan` read."""
+    """Both the server and `quire plan` read these fields."""
 
     model_type: ShortText | None
     is_encoder_decoder: bool | None
@@ -332,7 +328,7 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """Fields that Quire reads for transformers' classes. The classes read others themselves."""
+    """transformers' classes read other fields themselves."""
 
     architectures: list[ShortText] | None
     is_decoder: bool | None
@@ -340,7 +336,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """Fields of generation_config.json, with the bounds of SamplingParams."""
+    """The bounds are those of SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

@@ -22,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """Rules for activations are ignored, because kernels have their own rules."""
+    """Kernels have their own rules for activations, so those in files are ignored."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
@@ -38,7 +38,7 @@ class QuantizationConfig(TypedDict, total=False):
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """Dtype in which CPUs compute with GGUF weights. Quire sets this field; files do not have it."""
+    """CPUs compute with GGUF weights in this dtype. Quire sets this field; files do not have it."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

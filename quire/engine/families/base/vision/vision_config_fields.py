@@ -97,7 +97,7 @@ class SizeFields(TypedDict, total=False):
 
 
 class PreprocessorFields(TypedDict, total=False):
-    """Fields of preprocessor_config.json, or of image_processor in processor_config.json."""
+    """From preprocessor_config.json, or image_processor in processor_config.json."""
 
     do_image_splitting: bool | None
     do_normalize: bool | None

@@ -23,7 +23,7 @@ TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation per channel, from CLIP's training images (Radford et al., 2021)."""
+"""Per channel, from CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,17 @@ class ImageLayout(ABC):
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths of runs of adjacent tokens, per input of the tower."""
+        """Lengths of runs of adjacent tokens, per input of the tower."""
 
     @property
     def num_tokens(self) -> int:
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
-    def placeholder_text(self, spell: TokenSpeller) -> str:
-        """Return the text that stands for the image in a prompt."""
+    def placeholder_text(self, spell: TokenSpeller) -> str: ...
 
     @abstractmethod
-    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """Yields the tower's inputs."""
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ class VisionSpec(ABC):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """True if images are never in prompts."""
+        """If True, images are never in prompts."""
         return False
 
     @property
@@ -98,16 +96,16 @@ class VisionSpec(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Number of the text model's first layers that add extra image features."""
+        """The text model's first layers add extra image features."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
-        """Return how many patches a patch attends to, averaged over layers."""
+        """Averaged over layers."""
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """Return the cost in tokens of a step's budget. A patch costs about one token, plus its attention, which took a
-        third of the linears' time for 1,024 patches of width 768.
+        """The unit is tokens of a step's budget. A patch costs about one token, plus its attention, which took a third
+        of the linears' time for 1,024 patches of width 768.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -121,7 +119,7 @@ class VisionSpec(ABC):
         return False
 
     def token_rows_and_columns(self, content: Content) -> tuple[int, int] | None:
-        """Rows and columns of tokens; None without mRoPE."""
+        """None without mRoPE."""
         return None
 
     @abstractmethod
@@ -136,13 +134,12 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
-        """Number of parameters that --quantization quantizes."""
+        """Counts the parameters that --quantization quantizes."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
     @abstractmethod
-    def num_parameters(self, text_size: int) -> int:
-        """`text_size`: the text model's hidden size."""
+    def num_parameters(self, text_size: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +172,7 @@ def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: in
     return best
 
 
-class InvalidImage(Exception):
-    """Says why an image is refused."""
+class InvalidImage(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +183,7 @@ class VisionConfig:
     text_config: Mapping[str, Any]
     file_label: str
     parameters_only: bool = False
-    """True if only config.json was read, because only parameters are counted."""
+    """Only config.json was read."""
 
     def config_error(self, text: str) -> ModelError:
         return ModelError(f"model: {self.file_label}: {text}")
@@ -250,7 +246,7 @@ class VisionConfig:
         return next((each for each in token_ids if each is not None), default)
 
     def token_id_from_field(self, name: str, default: int) -> int:
-        """A missing field becomes `default`, but 0 does not, unlike in other fields."""
+        """Only a missing field becomes `default`, not 0."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
 
@@ -271,9 +267,7 @@ class VisionConfig:
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raises ModelError unless the side is a multiple of `unit` patches and at most MAX_PATCHES_PER_SIDE
-        patches.
-        """
+        """Raises ModelError."""
         if self.parameters_only:
             return
         patches = side // shape.patch_size
