@@ -1,6 +1,5 @@
-"""Reports which prompt tokens were computed before, and why the prefix cache did not have them. Prompts are compared
-with tokens recently computed for their tenant. Reports do not say whose request evicted tokens, so a tenant learns
-nothing about others.
+"""Reports which prompt tokens were computed before, and why the prefix cache did not have them. Reports do not say
+whose request evicted tokens, so a tenant learns nothing about others.
 """
 
 from __future__ import annotations
@@ -229,8 +228,8 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Counts missed tokens by reason. Also returns whether the tenant's own requests have filled the engine's cache
-        since an evicted piece was visited. `load`: number of tokens computed for the tenant.
+        """The bool is True if the tenant's own requests have filled the engine's cache since an evicted piece was
+        visited.
         """
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
@@ -263,7 +262,6 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """None if tokens up to `end` were never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -276,10 +274,7 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Compares the prompt with the nearest earlier sequence. Returns the first difference; how many later tokens,
-        of those that can be cached, both share; the earlier sequence's visit if the prompt continues its conversation;
-        and whether both prompts have the same end, which means that one rewrites the other.
-        """
+        """If both prompts have the same end, one rewrites the other."""
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
             comparisons, key=lambda comparison: comparison[:2]
@@ -302,9 +297,6 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Returns whether the prompt continues the neighbour's conversation, how many tokens after the first difference
-        both share, whether both prompts have the same end, and `neighbour`.
-        """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
         end = min(neighbour.visit.prompt_tokens - neighbour.num_common, len(neighbour.rest) // TOKEN_BYTES)

@@ -12,15 +12,14 @@ from typing import NamedTuple
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length
 
 PIECE_TOKENS = 64
-"""Tokens per piece. A sequence's last piece may be shorter."""
+"""A sequence's last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
 """Size of a node without its tokens, measured and rounded up."""
 _MAX_NAMESPACES = 3
 _MAX_NEIGHBOURS = 32
-"""Maximum number of pieces after a common prefix that are compared with a prompt, most recently used first."""
+"""Only the most recently used pieces after a common prefix are compared."""
 _MAX_COMPARED_TOKENS = 65_536
-"""Maximum number of tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
@@ -82,7 +81,7 @@ class PrefixMatch:
     tree.
     """
     num_tail_tokens: int = 0
-    """Number of tokens after `matched_visits` that the nearest sequence shares with the prompt."""
+    """Number of tokens after `matched_visits` that the nearest sequence shares."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
     """Nearest first. Empty if the prompt continues an earlier sequence, or an earlier sequence continues the prompt."""
@@ -122,7 +121,6 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """Makes `visit` the latest visit of each piece of `tokens`."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):

@@ -22,7 +22,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """The adapter's name; "" without an adapter."""
+    """"" without an adapter."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""
@@ -63,7 +63,7 @@ class LastSessionTurns:
                     if other_turn.tenant == turn.tenant
                 )
             )
-        while self.total_bytes > self._max_total_bytes:  # the tenant with the most bytes loses its oldest turn
+        while self.total_bytes > self._max_total_bytes:
             (tenant, _) = self._bytes_of_tenant.most_common(1)[0]
             self._drop_turn(
                 next(

@@ -14,7 +14,7 @@ MIN_RUN_TOKENS = 16
 
 
 class EqualRun(NamedTuple):
-    """Equal tokens of two sequences: offsets and length in tokens."""
+    """Offsets and length in tokens."""
 
     old_start: int
     new_start: int
@@ -22,7 +22,7 @@ class EqualRun(NamedTuple):
 
 
 def encode_prompt_tokens(prompt_ids: Sequence[int], spans: Sequence[MediaSpan]) -> bytes:
-    """Encodes a prompt. Image tokens become negative numbers derived from the image's content."""
+    """Image tokens become negative numbers derived from the image's content."""
     token_ids = array("i", prompt_ids)
     for span in spans:
         placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31

@@ -28,7 +28,6 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """If False, tokens depend on concurrent requests, so a replay may differ."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +38,8 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """Hashes keyed by weights version. None if the weights came as tensors, or their files changed or vanished before
-    hashing.
+    """Keyed by weights version; "dummy-SEED" for dummy weights. None if the weights came as tensors, or their files
+    changed or vanished before hashing.
     """
 
 
@@ -64,7 +63,7 @@ class AdapterReceipt(msgspec.Struct, frozen=True):
 
 
 class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One answer. Choice i of prompt p has index p * n + i."""
+    """Choice i of prompt p has index p * n + i."""
 
     index: int
     seed: int
@@ -72,12 +71,11 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """A value of None means minus infinity, which JSON lacks."""
+    """None means minus infinity, which JSON lacks."""
     prompt_logprobs: list[float | None] | None = None
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """Append an output. It may have tokens after a stop string; see `truncated`."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -85,7 +83,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
     def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
-        """Return the first `count` tokens, because tokens after a stop string are not part of the answer."""
+        """Drops tokens after a stop string, because they are not part of the answer."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[:count],
@@ -104,11 +102,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     computed: ComputeInfo
     adapter: AdapterReceipt | None
     params: SamplingParams
-    """The parameters with the model's defaults and the grammar filled in. Fields with default values are omitted."""
+    """Model defaults and the grammar are filled in. Fields with default values are omitted."""
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why the receipt cannot be replayed; "" if it can."""
+    """"" if the receipt can be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -144,7 +142,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Find a receipt, also in responses, stream events and lines of a batch's output."""
+    """The receipt may be in a response, a stream event or a line of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:
@@ -155,7 +153,7 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """A value of None means minus infinity, which JSON lacks, or a missing entry."""
+    """None means minus infinity, which JSON lacks, or a missing entry."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

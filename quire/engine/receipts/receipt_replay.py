@@ -36,13 +36,12 @@ class ReplayVerdict:
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """Hashes of the model, with exactly one version of the weights."""
+    """Has exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """Keyed by digest."""
     images: Mapping[str, Image]
     """Keyed by hexadecimal digest."""
 
@@ -54,7 +53,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """The tokens [begin, end) of a choice, computed by one version of the weights."""
+    """Tokens [begin, end), computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -88,7 +87,6 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """Why the model cannot recompute the receipt's answers; None if it can."""
     return receipt.irreproducible or _difference_of_model(receipt, model) or _missing_or_invalid_input(receipt, model)
 
 
@@ -142,7 +140,6 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """Valid spans do not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -152,8 +149,8 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """Why the results may differ; "" if everything that may change bits is as recorded, and the recorded tokens did not
-    depend on other requests.
+    """Empty if everything that may change bits is as recorded, and the recorded tokens did not depend on other
+    requests.
     """
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
@@ -164,7 +161,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Return the segments that these weights computed, and the number of tokens that other weights computed."""
+    """The int counts the tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -180,7 +177,6 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """Return the first difference, or None. Raises the errors of `_recompute_segment`."""
     recomputed = await _recompute_segment(receipt, segment, model, client)
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     where = f"choice {choice.index}, " if len(receipt.choices) > 1 else ""
@@ -213,7 +209,6 @@ class _RecomputedSegment:
 async def _recompute_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> _RecomputedSegment:
-    """Raises InvalidRequest if the request's grammar fails, EngineError for other failures."""
     request = _make_replay_request(receipt, segment, model)
     recomputed = _RecomputedSegment()
     stream = client.submit([request], request.id)
@@ -249,9 +244,6 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """Return the index of the first difference; the shorter length if one is the other's prefix; None if both are
-    equal.
-    """
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

@@ -150,7 +150,7 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
 def _keep_enforceable(
     schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
 ) -> dict[str, Any]:
-    """Drop what cannot be enforced. Subschemas must have been processed already."""
+    """Subschemas must have been processed already."""
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         schema = {**schema, "anyOf": schema["oneOf"]}
     enforceable = {
@@ -266,7 +266,7 @@ def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Repair the schema's first level, on which parsers rely: an object with schemas as properties."""
+    """Parsers rely on the first level: an object with schemas as properties."""
     if not schema:
         return schema
     repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}

@@ -35,7 +35,7 @@ class UnresolvableReference(Exception):
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """Return a copy in which each subschema is replaced by change(keyword, subschema). Definitions are not replaced."""
+    """Each subschema becomes change(keyword, subschema). Definitions stay."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -49,7 +49,7 @@ def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Sc
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Yield the direct subschemas, including definitions, with their relative JSON pointers."""
+    """Yield (relative JSON pointer, direct subschema), also for definitions."""
     for keyword, value in schema.items():
         if (keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS) and isinstance(value, dict):
             for name, one in value.items():

@@ -173,9 +173,7 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Returns the schema without `$ref` and combining keywords; always the same object, because schemas are
-        identified by id.
-        """
+        """Always returns the same object, because schemas are identified by id."""
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -213,7 +211,6 @@ class _SchemaCloser:
         return {keyword: [one for one in written if one is not False] or [False]}
 
     def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
-        """Merges schemas that have no alternatives. Returns False if their types are disjoint."""
         if not common_types(schemas):
             return False
         conditional = ConditionalKeywords(schemas, self._references)
@@ -256,7 +253,7 @@ class _SchemaCloser:
         return {name: tuple(values) for name, values in schemas_by_name.items()}
 
     def _merge_keywords(self, schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> dict[str, Any]:
-        """Merges keywords. Conflicting keywords are put under `allOf`."""
+        """Conflicting keywords are put under `allOf`."""
         if len(schemas) == 1:
             return self._close_children(schemas[0], written)
         result: dict[str, Any] = {}
@@ -290,7 +287,6 @@ class _SchemaCloser:
         return {**result, "allOf": members} if members else result
 
     def _merge_items(self, schemas: Sequence[dict[str, Any]]) -> Schema | None:
-        """Merges `items`. None if fewer than two schemas have `items`, or an item's index decides its schema."""
         item_schemas = [one["items"] for one in schemas if "items" in one]
         return (
             self._merge_and_close(tuple(item_schemas))
@@ -340,8 +336,8 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """Lists the properties of `parts.plain_schemas`. Those that may be objects or lists get the schema `true`,
-        because the alternatives, which apply too, describe them.
+        """Properties that may be objects or lists get the schema `true`, because the alternatives, which apply too,
+        describe them.
         """
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]

@@ -126,7 +126,7 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
-    """Returns the names in `type`; [] without `type`. Raises UndecidableSchema for invalid types."""
+    """Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []

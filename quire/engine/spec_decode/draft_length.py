@@ -53,7 +53,7 @@ class StepCosts:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Accepted and tried draft tokens, both decaying. Tokens after a rejected one do not count as tried."""
+    """Tokens after a rejected one do not count as tried."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
@@ -73,9 +73,7 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """Rates over all requests, keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """Rates of each request, keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         if kind >= FIRST_BUCKET_KIND:
@@ -85,7 +83,6 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """For each token, the probability that it and all tokens before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
@@ -116,7 +113,6 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of the draft tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -180,11 +176,7 @@ class AdaptiveLengthDrafter(TrackingDrafter):
 def choose_draft_lengths(
     probabilities: Sequence[Sequence[float]], num_step_tokens: int, costs: StepCosts, token_seconds: float = 0.0
 ) -> list[int]:
-    """Choose lengths that maximize the tokens per second of a step with `num_step_tokens` other tokens.
-
-    `probabilities`: for each draft token, the probability that it and all draft tokens before it are accepted.
-    `token_seconds`: time to draft one token.
-    """
+    """`probabilities`: for each draft token, the probability that it and all draft tokens before it are accepted."""
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),
         key=lambda c: (-c[0], c[1]),

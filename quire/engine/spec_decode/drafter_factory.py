@@ -16,7 +16,7 @@ from quire.engine.text.grammar_compiler import GrammarCompiler
 MeasuredCosts = Sequence[tuple[int, float]]
 """(tokens, seconds) of steps, in ascending order."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
-"""Costs of steps if none were measured. They hardly matter, because forced tokens must be computed anyway."""
+"""They hardly matter, because forced tokens must be computed anyway."""
 
 
 def choose_drafter(

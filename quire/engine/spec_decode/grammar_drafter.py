@@ -30,7 +30,6 @@ class _GrammarState:
     """None if the grammar's matcher cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Tokens that the grammar forces next; there may be thousands."""
     num_matched: int = 0
     num_from_source: int = 0
 
@@ -53,8 +52,8 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that the grammar forces, such as
-    keys of a JSON schema. Assumes a space after JSON's commas and colons.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds tokens that the grammar forces. Assumes a
+    space after JSON's commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -98,7 +97,6 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """Consume the answer's new tokens. None if the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
@@ -142,9 +140,7 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """Return tokens of the text that the grammar forces. They are not certain, because a longer token may extend beyond
-    that text.
-    """
+    """The tokens are not certain, because a longer token may extend beyond the forced text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
@@ -156,9 +152,7 @@ def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: 
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """Consume a token, which may lack spaces that the grammar forces. Return False if the grammar does not allow the
-    token; then the matcher is unusable.
-    """
+    """The token may lack spaces that the grammar forces. If it is not allowed, the matcher becomes unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

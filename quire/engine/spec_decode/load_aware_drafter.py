@@ -45,9 +45,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """True now and then, at different steps for different requests, and after a verified draft. Requests with a
-        grammar always draft, because forced tokens are certain.
-        """
+        """Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due

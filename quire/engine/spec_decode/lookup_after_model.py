@@ -21,19 +21,16 @@ class _PendingDraft:
 
 
 class LookupAfterModelDrafter(Drafter):
-    """Joins drafts of a model and a lookup. Skips the model if the lookup's tokens are accepted at least as often."""
+    """Skips the model if the lookup's tokens are accepted at least as often."""
 
     def __init__(self, drafter: Drafter, lookup: LookupDrafter, max_drafts: int) -> None:
-        """`drafter` drafts with the model, and limits how many tokens it drafts. `max_drafts`: maximum per request and
-        step, of both together.
-        """
+        """`max_drafts`: maximum per request and step, of model and lookup together."""
         self.needs_grammar = drafter.needs_grammar
         self._drafter = drafter
         self._lookup = lookup
         self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
-        """Drafts in flight, keyed by request id."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         limits = [(request, min(max_drafts, self._max_drafts)) for request, max_drafts in draft_requests]
@@ -65,9 +62,7 @@ class LookupAfterModelDrafter(Drafter):
         self._lookup.forget_request(request)
 
     def _prefers_lookup(self, request: Request, lookup_draft: Draft) -> bool:
-        """True if the lookup's tokens are accepted at least as often. The counts of the other source, model or lookup,
-        decay, so that it gets another chance.
-        """
+        """The counts of the source that is not preferred decay, so that it gets another chance."""
         if not lookup_draft.token_ids:
             return False
         kind = lookup_draft.kinds[0]

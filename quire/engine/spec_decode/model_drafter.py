@@ -22,7 +22,7 @@ class DraftModel(Protocol):
         """Compute all rows. Return a token for each row with `wants_draft`."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """Return another token for some rows of the last call. `keep`: their indices."""
+        """`keep`: indices of rows of the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DraftBlockLayout:
     block_size: int
     hash_block_size: int
     first_spare_block: int
-    """The first of the blocks for drafts. Each slot has `num_spare_blocks` of them."""
+    """Each slot has `num_spare_blocks` blocks for drafts."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -39,19 +39,17 @@ class DraftBlockLayout:
         return range(first, first + self.num_spare_blocks)
 
     def block_table(self, block_ids: list[int], slot: int) -> list[int]:
-        """The request's blocks, followed by the slot's spare blocks."""
         return [*block_ids, *self.spare_blocks(slot)]
 
 
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Number of leading tokens that the draft model has computed. None of them was a draft."""
+    """Number of leading tokens that the draft model has computed, without drafts."""
     drafts: list[int]
     block_ids: list[int]
     """The request's own list object. After a preemption the request has another one."""
     num_sent_blocks: int
-    """Number of entries of `block_ids` that the draft model's slot already has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ class ModelDrafter(TokenwiseDrafter):
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
         self._slot_requests: dict[int, str] = {}
-        """Id of the request in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
         self._open_drafts: list[_OpenDraft] = []
 
@@ -108,9 +105,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """Plan which tokens of the request the draft model computes next, at most `budget`. From now on they count as
-        computed.
-        """
+        """From now on the planned tokens count as computed."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -165,9 +160,7 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """Record hashes of the full blocks that tokens [begin, end) belong to. Later blocks lose their hashes, because
-        they may contain drafts.
-        """
+        """Later blocks lose their hashes, because they may contain drafts."""
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
             self._hash_of_block.pop(block, None)
@@ -178,7 +171,6 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """Number of tokens that the draft model has computed for the request, plus the correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:
@@ -188,9 +180,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """The request's parameters, without logprobs, and without the grammar, which would have to follow drafts that may
-    be wrong.
-    """
+    """Omits the grammar, because it would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

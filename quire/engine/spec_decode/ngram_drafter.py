@@ -44,7 +44,7 @@ class NgramIndex:
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Index the n-grams of text[begin:end]. Only the text that was indexed last may grow."""
+        """Only the text that was indexed last may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -73,7 +73,6 @@ class NgramIndex:
 
 
 def _longest_match(ending: Sequence[int], matches: Sequence[MatchPosition]) -> tuple[MatchPosition | None, int]:
-    """Return the position with the longest match, and the match's length."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(ending, match_position)) > longest:
@@ -90,9 +89,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-    """Copy what follows a match, starting over after the end of the text and of `drafted`, because the text may be
-    repeating.
-    """
+    """Starts over after the end of the text and of `drafted`, because the text may be repeating."""
     text, start = match_position
     token_ids = [*text[start : start + max_tokens], *drafted][:max_tokens]
     while token_ids and len(token_ids) < max_tokens:
@@ -103,7 +100,7 @@ def copy_continuation(match_position: MatchPosition, max_tokens: int, drafted: S
 class LookupDrafter(Drafter):
     @abstractmethod
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
-        """Index the request's new tokens and search. `ending`: last tokens of the request and of its draft."""
+        """`ending`: last tokens of the request and of its draft."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [self.continue_draft(request, [], max_drafts) for request, max_drafts in draft_requests]
@@ -121,7 +118,7 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens), keyed by request id."""
+        """(index, number of indexed tokens)"""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
@@ -135,8 +132,6 @@ class NgramDrafter(LookupDrafter):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Copies drafts from the request, or from recent answers with the same cache salt."""
-
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
@@ -162,7 +157,7 @@ class SuffixDrafter(LookupDrafter):
 
 
 class _RecentAnswers:
-    """Two indices of answers. When the newer one is full, it replaces the older."""
+    """When the newer index is full, it replaces the older."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram

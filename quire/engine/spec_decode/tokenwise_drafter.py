@@ -79,7 +79,6 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         """Choose drafts for which one more token raises tokens per second.
 
         `last_probabilities`: for each draft, the probability that the whole draft is accepted; 0 if it must not grow.
-        `spent_seconds`: time spent on drafting in this step.
         """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)

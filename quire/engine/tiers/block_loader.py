@@ -51,13 +51,12 @@ class BlockLoad:
     num_filled: int = 0
     """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(blocks, seconds), keyed by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
 
 class BlockLoader:
-    """Fetches blocks in threads. The engine's loop calls the public methods."""
+    """The engine's loop calls the public methods."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
-        """True if requests wait for loads. Overdue loads do not count."""
+        """Overdue loads do not count."""
         return bool(self._open_loads)
 
     @property
@@ -93,7 +92,6 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """Let the request wait for this block. False if the block is not being loaded."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -151,7 +149,7 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """Note that the request has ended. Its blocks are still loaded."""
+        """Its blocks are still loaded."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)
@@ -160,7 +158,6 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Wait for loads, but at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -187,7 +184,6 @@ class BlockLoader:
         self._finished_event.set()
 
     def _fill_block(self, load: BlockLoad, block: int, digest: bytes) -> bool:
-        """Fetch a block, or the state of ~slot, from the first tier that has it."""
         num_bytes = self._mover.block_bytes if block >= 0 else self._snapshot_bytes
         for index, tier in enumerate(self._tiers):
             began_at = clock.monotonic()

@@ -19,7 +19,7 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """Copies and stores blocks. The engine's loop calls all public methods except `promote_block`."""
+    """The engine's loop calls all public methods except `promote_block`."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -38,9 +38,7 @@ class BlockWriter:
         self.num_forced_copies = 0
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Start copying full blocks and snapshots that some tier lacks. `blocks` are in a prefix's order; the first
-        then count as most recently used.
-        """
+        """`blocks` are in a prefix's order; the first then count as most recently used."""
         new_blocks = []
         for block, digest in reversed(blocks):
             is_stored = [tier.lookup(digest) for tier in self._tiers]  # a lookup counts as a use

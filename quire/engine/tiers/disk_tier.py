@@ -120,7 +120,7 @@ class DiskTier:
         (self._root / name).unlink(missing_ok=True)
 
     def _evict(self) -> None:
-        """Removes the least recently used files, without holding the lock, so that lookups do not wait for the disk."""
+        """Deletes without holding the lock, so that lookups do not wait for the disk."""
         evicted = []
         with self._lock:
             while self._bytes > self._max_bytes:

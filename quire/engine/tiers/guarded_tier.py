@@ -61,7 +61,6 @@ class GuardedTier:
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
-        """None if the call raises an exception or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()
@@ -80,7 +79,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """Returns None if the call raises an exception. Of successive exceptions, only the first is logged."""
+        """Of successive exceptions, only the first is logged."""
         try:
             result = call()
         except Exception:

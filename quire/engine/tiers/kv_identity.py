@@ -25,9 +25,8 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Number of samples of all weight files together, and bytes per sample."""
+"""Samples of all weight files together, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
-"""Each file has at least this many samples, even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
 _THREADS = 4
 _HASHES_FILE = "weights.json"
@@ -37,7 +36,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`layout`: see BlockMover. The identity also covers the code of kernels, layers and models."""
+    """The identity also covers the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -70,9 +69,7 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 @cache
 def code_hash() -> bytes:
-    """Hash of the code that keys and values depend on. It is computed only once per process, because the process keeps
-    running the code that it loaded.
-    """
+    """Computed once per process, because the process keeps running the code that it loaded."""
     hasher = blake2b(digest_size=16)
     for folder in numeric_code_folders():
         for file in sorted(each for each in folder.rglob("*") if each.suffix in _CODE_SUFFIXES):
@@ -82,16 +79,13 @@ def code_hash() -> bytes:
 
 
 def numeric_code_folders() -> list[Path]:
-    """Folders with kernels, layers and models, and with the descriptions of architectures that these are built from."""
     engine = Path(__file__).resolve().parent.parent
     folders = ("architecture", "encoders", "families", "layers", "models")
     return [engine.parent / "kernels", *(engine / folder for folder in folders)]
 
 
 class WeightFiles:
-    """The files of weights. Must be constructed before loading, because it records sizes, times and inodes of the
-    files.
-    """
+    """Must be constructed before loading, because it records sizes, times and inodes of the files."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -99,9 +93,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Hash of samples of the files. Another training changes it, but a change of a few rows may not. None if files
-        changed.
-        """
+        """Another training changes it, but a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -117,7 +109,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """Hash of the files' whole content; None if files changed."""
+        """None if files changed."""
         if self._is_dummy:
             return bytes(16)  # dummy weights: the identity includes their seed
         if not self._are_files_unchanged():
@@ -164,7 +156,6 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
-    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

@@ -51,8 +51,8 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader | None, list[str]]:
-    """Return the offloader, or None without tiers, and notes. `weight_files` is None if no file has the weights; then
-    blocks go only to host memory, because a later engine could not verify others. Raises ConfigError.
+    """`weight_files` is None if no file has the weights; then blocks go only to host memory, because a later engine
+    could not verify others. Raises ConfigError.
     """
     if not (settings := requested_tier_setting_names(config)):
         return None, []
@@ -84,9 +84,6 @@ def make_kv_offloader(
 
 
 def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tuple[bytes | None, str]:
-    """Returns a hash of the weights' content, or None and why there is none. Raises ConfigError if the folder for
-    hashes is unusable.
-    """
     kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
     if weight_files is None:
         return None, "are in no file"
@@ -94,7 +91,7 @@ def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tup
 
 
 def _make_persistent_tiers(config: EngineConfig, identity: bytes, sizes: dict[str, TierUsage]) -> list[Tier]:
-    """Adds the disk tier's usage to `sizes`. Raises ConfigError."""
+    """Adds the disk tier's usage to `sizes`."""
     tiers: list[Tier] = []
     if config.kv_offload_dir is not None:
         disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
@@ -112,7 +109,7 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
 
 
 def _make_custom_tier(name: str, identity: bytes) -> Tier:
-    """`name`: module:function of a user. Raises ConfigError."""
+    """`name`: module:function of a user."""
     module, _, function = name.partition(":")
     try:
         tier: Tier = getattr(import_module(module), function)(identity)
@@ -125,9 +122,7 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """Returns the seconds that _NUM_TRIAL_COPIES copies of a block to the device take. Rewrites block 0, so no request
-    may use the device yet.
-    """
+    """Rewrites block 0, so no request may use the device yet."""
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

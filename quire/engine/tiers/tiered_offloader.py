@@ -20,7 +20,7 @@ from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
 TierUsage = Callable[[], tuple[int, int]]
-"""Returns the number of blocks in a tier, and their bytes."""
+"""Returns (number of blocks, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,11 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Ids of requests that have waited for a load. They compute blocks that are still missing, because other
-        requests could take loaded blocks repeatedly.
+        """Requests that have waited for a load. They compute blocks that are still missing, because other requests
+        could take loaded blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
-        """(number of loaded blocks, seconds), keyed by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
@@ -127,9 +126,7 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Return a snapshot to load, if any, and how many leading blocks to use. If the model needs snapshots, the last
-        block has one. Reserve a slot for a snapshot to load.
-        """
+        """Return also how many leading blocks to use. If the model needs snapshots, the last block has one."""
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:
             return None, len(digests)
