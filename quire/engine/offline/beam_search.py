@@ -23,7 +23,7 @@ async def beam_search_prompt(
     params: BeamSearchParams,
     max_model_len: int,
 ) -> BeamSearchOutput:
-    """Return the most likely answers. `max_model_len` limits the tokens of prompt and answer. Raises EngineError."""
+    """`max_model_len` limits the tokens of prompt and answer. Raises EngineError."""
     beam_width, max_tokens = params.beam_width, min(max_model_len - len(prompt.token_ids), params.max_tokens)
     stop_token_ids = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
     search = BeamSearchState(beam_width, beam_width, stop_token_ids, params.length_penalty, max_tokens)

@@ -28,7 +28,6 @@ class InProcessClient(ExclusiveClient):
         self._open_requests: dict[str, None] = {}
         """Ids in order of submission."""
         self._work_event = asyncio.Event()
-        """Set when there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
         """The first engine's capacity settings, for later engines."""
@@ -46,7 +45,7 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """See EngineCore.compute_logprobs. Raises EngineError while there are no weights."""
+        """Raises EngineError while there are no weights."""
         if self._engine is None:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -77,9 +76,6 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """`tensors`: weights by checkpoint name. If they cannot be loaded, the previous weights are restored from their
-        files. Without files, the model sleeps until it gets tensors.
-        """
         # An earlier update's folder may have been deleted.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
         await self._replace_engine(config, version, tensors)
@@ -114,7 +110,7 @@ class InProcessClient(ExclusiveClient):
         self._task = asyncio.create_task(self._run_steps(engine))
 
     async def _release_engine(self) -> None:
-        """Release the engine's memory. Open requests stay open."""
+        """Open requests stay open."""
         task = self._task
         engine = self._engine
         self._task = None

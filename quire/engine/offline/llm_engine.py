@@ -129,10 +129,9 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
-        """Outputs that the engine's thread has put into the queue."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         self._request_numbers = count()
-        """Numbers that make ids unique, because an aborted request may still be ending when another takes its id."""
+        """Makes ids unique, because an aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:

@@ -68,7 +68,7 @@ class GenerationTask:
 
 
 class OfflineModel:
-    """A model's tokenizer, template and adapters. Raises ModelError."""
+    """Raises ModelError."""
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model_with_overrides(config)
@@ -95,7 +95,6 @@ class OfflineModel:
             self.adapters.use_engine_modules(info)
 
     def default_sampling_params(self) -> SamplingParams:
-        """A new object with the defaults of generation_config.json."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -177,7 +176,6 @@ class OfflineModel:
         moved_texts: Sequence[str] = (),
         add_special_tokens: bool,
     ) -> EncodedPrompt:
-        """`moved_texts`: see RenderedConversation. Raises InvalidRequest naming the field."""
         if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(
@@ -320,7 +318,6 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """Raises InvalidRequest."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -331,7 +328,6 @@ def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _check_message(message: Any) -> dict[str, Any]:
-    """Raises InvalidRequest unless there is a role, and the content is text, text and image parts, or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")
@@ -346,7 +342,6 @@ def _check_message(message: Any) -> dict[str, Any]:
 
 
 def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
-    """Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -132,7 +132,7 @@ def with_config_docs(init: _F) -> _F:
 
 
 def make_engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
-    """Make the configuration. Logs and drops vLLM options that change nothing. Raises ConfigError with a remedy."""
+    """Logs and drops vLLM options that change nothing. Raises ConfigError with a remedy."""
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     config_values: dict[str, Any] = {} if model is None else {"model": str(model)}

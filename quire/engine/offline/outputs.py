@@ -136,7 +136,7 @@ class CompletionBuilder:
         )
 
     def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
-        """Return what the output adds. A stop string sets a finish_reason, although the engine may go on."""
+        """A stop string sets a finish_reason, although the engine may go on."""
         completion = self.completion
         delta = self._detokenizer.push_output(output)
         new = CompletionOutput(
@@ -161,7 +161,7 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
-        """Copy the answer so far. Later outputs do not change the copy."""
+        """Later outputs do not change the copy."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)

@@ -43,7 +43,6 @@ _NON_ENGINE_FIELDS = (
     "output_kind",
     "logits_processors",
 )
-"""Fields that are applied outside the engine."""
 _VOCABULARY_COUNT_FIELDS = ("logprobs", "prompt_logprobs")
 """Fields in which -1 means the vocabulary size."""
 _T = TypeVar("_T")
@@ -222,7 +221,6 @@ class SamplingParams:
         return params
 
     def _check_non_engine_fields(self) -> None:
-        """Raises InvalidRequest."""
         if self.logits_processors is not None:
             message = (
                 "logits_processors are not supported: functions cannot be sent, checked or replayed; use logit_bias, "

@@ -63,9 +63,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Encode pairs as prompts of at most `limit` tokens. A pair's score is that of the model's only label. Raises
-    InvalidRequest for several labels, or a too low `limit`.
-    """
+    """A pair's score is that of the only label. Raises InvalidRequest for several labels, or a too low `limit`."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)

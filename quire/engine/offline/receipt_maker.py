@@ -24,7 +24,7 @@ from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, rep
 
 
 class ReceiptMaker:
-    """Makes and replays receipts. All methods run on the engine's event loop."""
+    """All methods run on the engine's event loop."""
 
     def __init__(self, running_engine: RunningEngine) -> None:
         self._running_engine = running_engine

@@ -26,14 +26,10 @@ _log = logging.getLogger("quire.engine.offline.running")
 
 
 class RunningEngine:
-    """A model and its engine, on a thread of this process or in other processes. Use it only on its event loop, through
-    `run_coroutine` or `start_coroutine`.
-    """
+    """Use it only on its event loop, through `run_coroutine` or `start_coroutine`."""
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """`multiprocessing`: the engine gets a process, which is replaced when it dies. Several replicas always get
-        processes. Raises errors of the engine's start.
-        """
+        """Raises errors of the engine's start."""
         self.config = config
         self.input_processor = OfflineModel(config)
         self._pid = os.getpid()
@@ -50,7 +46,7 @@ class RunningEngine:
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a coroutine on the engine's loop. An interrupt of the waiting thread cancels the coroutine."""
+        """An interrupt of the waiting thread cancels the coroutine."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -59,9 +55,7 @@ class RunningEngine:
             raise
 
     def start_coroutine(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start a coroutine on the engine's loop. Raises EngineError if the loop has ended or belongs to another
-        process.
-        """
+        """Raises EngineError if the loop has ended or belongs to another process."""
         if not self.close.alive or self._pid != os.getpid():
             work.close()
             raise EngineError("this LLM was closed" if not self.close.alive else "this LLM belongs to another process")
@@ -86,7 +80,7 @@ def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr. The caller calls the yielded function for each finished item."""
+    """Call the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

@@ -83,7 +83,6 @@ def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
 
 
 def _add_prompt_outputs(request_output: RequestOutput, output: EngineCoreOutput, tokenizer: Tokenizer) -> None:
-    """Add the prompt's log probabilities, and the numbers of prompt tokens that the prefix cache had and missed."""
     if output.prompt_logprobs is not None:
         request_output.prompt_logprobs = [
             None if each is None else logprobs_by_token(each, tokenizer) for each in output.prompt_logprobs

@@ -1,5 +1,5 @@
-"""Hashes of a model and its code, for receipts. Weights are hashed only when needed, at about a second per GiB. Files
-that have changed since loading get no hash, because the loaded content is unknown.
+"""Hashes of a model and its code, for receipts. Weights are hashed only when needed. Files that have changed since
+loading get no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations

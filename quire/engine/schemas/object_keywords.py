@@ -137,7 +137,6 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
-    """True if an item's schema depends on its index."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )

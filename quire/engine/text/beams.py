@@ -36,7 +36,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """`outputs`: one token per running beam. Returns False when the search is over."""
+        """`outputs`: one token per running beam."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -54,7 +54,7 @@ class BeamSearchState:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """The best score that the beam can reach. Further log probabilities are at most 0."""
+        """Further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)
@@ -68,7 +68,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Returns the best continuations, best first, and all beams that end. Outputs need 2 * width alternatives."""
+    """Outputs need 2 * width alternatives."""
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)

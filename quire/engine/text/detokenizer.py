@@ -24,7 +24,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     first character, or with the last delta. A token that begins after a stop string has none.
     """
     num_used_ids: int
-    """Number of used ids: all pushed ids, or fewer after a stop string."""
+    """All pushed ids, or fewer after a stop string."""
     stop_string: str | None = None
 
 
@@ -40,7 +40,6 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """Returns the text to emit, and the stop string that ended the text, or None."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -60,7 +59,6 @@ class StopStringMatcher:
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Returns where the longest suffix begins that may begin a stop string, or the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
             at = bisect_left(self._stop_strings, suffix)
@@ -87,22 +85,18 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are never skipped. If `offsets` is False, deltas have no offsets."""
+        """`shown_ids` are never skipped."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Number of further tokens in which stop strings are not searched."""
         self._num_emitted = 0
         self._num_decoded = 0
-        """Number of characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Start of each token that has not been emitted, in characters of the whole text. None without offsets."""
+        """In characters of the whole text."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
-        """Takes tokens. If `final`, also emits text that was held back. Must not be called after `final` or a stop
-        string.
-        """
+        """If `final`, also emits text that was held back. Must not be called after `final` or a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
             new_text = self._decoder.feed_token(token_id)
@@ -129,8 +123,8 @@ class IncrementalDetokenizer:
         return self._make_delta(text, len(ids), final=final)
 
     def push_output(self, output: EngineCoreOutput) -> TextDelta:
-        """Takes an output. The token that ended the answer (EOS or a stop token) counts as used, but is emitted only
-        with `include_stop`.
+        """The token that ended the answer (EOS or a stop token) counts as used, but is emitted only with
+        `include_stop`.
         """
         if output.finish_reason is None:
             return self.push_tokens(output.new_ids)
@@ -167,7 +161,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Returns the prompt's last bytes if they begin a character; otherwise b""."""
+    """Returns the prompt's last bytes if they begin a character."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -192,7 +186,7 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""Maximum bytes of an incomplete character. A UTF-8 character has at most four bytes."""
+"""A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:
@@ -289,7 +283,7 @@ class WindowDecoder:
     """
 
     PROMPT_CONTEXT_TOKENS = 6
-    """Number of prompt tokens decoded as context, because a token's text can depend on earlier tokens."""
+    """A token's text can depend on earlier tokens."""
     MAX_PENDING_TOKENS = 8
     """No character takes more tokens."""
 
@@ -299,7 +293,6 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """Text of the prompt's incomplete last character, which is not part of the answer."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

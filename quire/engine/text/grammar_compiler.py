@@ -26,26 +26,24 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CHECK_CPU_SECONDS = 2.0
-"""Limit of a grammar's check. It is low because the engine compiles the grammar again, and computes nothing else
-meanwhile.
-"""
+"""Low, because the engine compiles the grammar again, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY_BYTES = 1 << 30
 SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
-r"""Limits of a lexer's states, of 0.5 KB each. A schema of 30 fields needs 800 states, as do 2,000 characters of
-any kind; `\p{L}{1,300}` needs 7,000.
+r"""A state takes 0.5 KB. A schema of 30 fields needs 800 states, as do 2,000 characters of any kind; `\p{L}{1,300}`
+needs 7,000.
 """
 _MAX_LARGE_LEXERS = 16
-"""Maximum number of large lexers. If all are full, they take 330 MB."""
+"""If all are full, they take 330 MB."""
 MAX_COMPILED_BYTES = 1 << 30
 """Limit of the memory of all compiled grammars together, without their lexers. A schema of five fields takes 0.15 MB,
 one of 130 KB takes 10 MB, and ten numbers with a large `multipleOf` take 15 MB.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound for a grammar's size, because some C libraries do not report heap bytes."""
+"""Some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
-"""Limit of bytes forced at one place. Each takes 0.5 KB, and after each token all are tokenized again: 256 KB would
-cost 130 MB per answer and 0.1 s per token.
+"""Each forced byte takes 0.5 KB, and after each token all are tokenized again: 256 KB would cost 130 MB per answer and
+0.1 s per token.
 """
 CHECK_STACK_BYTES = 4 << 20
 _LONG_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(?s:.))")
@@ -63,7 +61,7 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
-    """Returns `%json {…}`. If `indented`, line breaks are allowed."""
+    """If `indented`, line breaks are allowed."""
     return f"%json {_dump_schema(_with_whitespace(schema, _INDENTED_WHITESPACE if indented else _COMPACT_WHITESPACE))}"
 
 
@@ -99,7 +97,6 @@ class GrammarVocabulary(msgspec.Struct, frozen=True):
 
 
 def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-    """`vocab_size`: the model's. If the tokenizer's is larger, it counts instead."""
     size = max(vocab_size, tokenizer.max_token_id + 1)
     return GrammarVocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
@@ -143,7 +140,7 @@ class GrammarCompiler:
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
-        """Raises InvalidRequest for a wrong or unsupported grammar."""
+        """Raises get_compiled's errors."""
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -219,9 +216,7 @@ class GrammarCompiler:
         return self._tokenizer.decode_bytes([token])
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles the grammar and follows it for some tokens. Callers must limit time and memory. Raises
-        InvalidRequest if the grammar is invalid or unsupported.
-        """
+        """Callers must limit time and memory. Raises InvalidRequest if the grammar is invalid or unsupported."""
         import numpy as np
 
         matcher, size = self._compile_matcher(grammar, LARGE_LEXER_STATES)
@@ -238,7 +233,6 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
-        """Returns the matcher, and its approximate size in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -258,7 +252,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Convert llama.cpp's GBNF, which vLLM's users write, to Lark. Return Lark unchanged. Raises InvalidRequest."""
+    """Converts llama.cpp's GBNF, which vLLM's users write. Raises InvalidRequest."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):
@@ -270,7 +264,7 @@ def to_lark(text: str) -> str:
 
 
 def _unescape_gbnf(escape: re.Match[str]) -> str:
-    """Converts longer escapes, because llguidance's converter accepts only two-digit ones."""
+    """llguidance's converter accepts only two-digit escapes."""
     code = int(escape[1] or escape[2] or "0", 16)
     if not (escape[1] or escape[2]) or code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return escape[0]
@@ -289,5 +283,4 @@ def has_lexer_error(matcher: LLMatcher) -> bool:
 
 
 def error_summary(matcher: LLMatcher) -> str:
-    """Returns the error's first line. The parser's state, which follows, is omitted."""
     return matcher.get_error().partition("\n")[0][:300]

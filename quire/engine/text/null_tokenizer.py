@@ -15,8 +15,6 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (--skip-tokeniz
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer that decodes every id to "" and refuses text."""
-
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
@@ -32,7 +30,7 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """Returns `token_id:` and the id, as vLLM does with return_tokens_as_token_ids."""
+        """vLLM does the same with return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 

@@ -37,9 +37,9 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Returns each pair's ids, and the second text's start if the tokenizer distinguishes segments. `limit`: maximum
-    tokens of a pair; the longer text's end is cut first. `max_second_tokens`: maximum tokens of the second text,
-    without special tokens. Raises InvalidRequest.
+    """The second text's start is None unless the tokenizer distinguishes segments. `limit`: maximum tokens of a pair;
+    the longer text's end is cut first. `max_second_tokens`: maximum tokens of the second text, without special tokens.
+    Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
@@ -92,9 +92,6 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Returns for each text the encoding, truncated to `max_text_tokens` and `max_tokens`, and the number of tokens,
-    limited only by `max_tokens`.
-    """
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

@@ -31,14 +31,13 @@ _KNOWN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "star": ("content",),
     "repeat": ("content", "min", "max"),
 }
-"""Supported fields by type. Other fields are refused unless they are null, false or []."""
+"""Other fields are refused unless they are null, false or []."""
 _ANY_TEXT = "/(?s:.*)/"
 
 
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
-    """JSON pointers of objects that still allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
@@ -47,7 +46,6 @@ class _Tag(NamedTuple):
     ends: tuple[str, ...]
     """Texts that may end the tag; empty if its content ends by itself."""
     path: str
-    """Path for error messages, such as format.tags[0]."""
 
 
 def structural_tag_grammar(
@@ -99,9 +97,7 @@ class _GrammarWriter:
         self._close_schema = close_schema
         self._depth = 0
         self._content_rules: dict[str, str] = {}
-        """Rules for what follows a tag's `begin`, keyed by the tag's path. If they were not shared, each level of
-        nesting would double the grammar.
-        """
+        """If these rules were not shared, each level of nesting would double the grammar."""
         self._free_text_writers: Mapping[str, Callable[[Mapping[str, Any], Sequence[str], str], str]] = {
             "any_text": self._write_any_text,
             "sequence": self._write_sequence,
@@ -109,7 +105,6 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
-        """Writers of formats that may end in free text. They get the texts that can end the free text."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,
@@ -242,7 +237,7 @@ class _GrammarWriter:
         return f"{first} {units}* {self._text_until(text, ends)}"
 
     def _write_triggered(self, text: str, trigger: str, tags: Sequence[_Tag]) -> str:
-        """Writes free text up to the trigger, then one of the tags, whose `begin` starts with the trigger."""
+        """Writes free text up to the trigger, then one of the tags."""
         for tag in tags:
             position = 0
             for part, token in self._split_at_special_tokens(tag.begin):
@@ -306,7 +301,6 @@ class _GrammarWriter:
 
 
 def _read_type(format: Any, path: str) -> str:
-    """Returns the format's type. Raises InvalidRequest, also for unsupported fields that are set."""
     if not isinstance(format, Mapping):
         raise InvalidRequest(f"{path} must be an object with a type")
     kind = format.get("type")

@@ -18,24 +18,19 @@ if TYPE_CHECKING:
     from quire.engine.text.tokenizer import Tokenizer
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""Name of vLLM's key and of the setting."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""Keys of options. All but CLOSE_OBJECTS_KEY are ignored, because the only backend allows at most one space after a
-comma or colon.
-"""
+"""All but CLOSE_OBJECTS_KEY are ignored."""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects that still allow undeclared properties, because it cannot be decided which properties to
-    forbid.
-    """
+    """JSON pointers of objects that still allow undeclared properties."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns (kind, value) of each constraint. Raises InvalidRequest if there is none."""
+    """Raises InvalidRequest if there is none."""
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in options:
         if name not in CONSTRAINT_KINDS and name not in _IGNORED_KEYS:
@@ -51,8 +46,8 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def constraint_grammar(
     kind: str, value: Any, *, close: bool, tokenizer: Tokenizer | None = None
 ) -> GrammarWithOpenObjects:
-    """If `kind` is json, `value` is an object or JSON text. `close`: whether to forbid undeclared properties.
-    `tokenizer`: for structural tags. Raises InvalidRequest.
+    """If `kind` is json, `value` is an object or JSON text. `close`: whether to forbid undeclared properties. Raises
+    InvalidRequest.
     """
     if kind == "json_object":
         if value is not True:

@@ -39,7 +39,6 @@ ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million added tokens took 40 s."""
 _MAX_UNUSED_IDS = 65_536
-"""Maximum number of unused ids of a vocabulary, in addition to its number of tokens."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300
@@ -51,7 +50,6 @@ class DecoderType(Enum):
     SENTENCE_PIECE = "sentence_piece"
     """Llama 2's kind: U+2581 stands for a space, `<0xE2>` for a byte."""
     OTHER = "other"
-    """A kind that only the tokenizers library can decode."""
 
 
 class Tokenizer:
@@ -71,9 +69,8 @@ class Tokenizer:
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """First id of the tokenizer that the model lacks. Usually None, because the model has all ids."""
         self.special_tokens = dict(special_tokens)
-        """Keyed by role (bos_token, eos_token, ...). Chat templates get these as variables."""
+        """Keyed by role, such as bos_token."""
         self.chat_templates = dict(chat_templates)
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
         eos = self._special_token_id("eos_token")
@@ -95,8 +92,8 @@ class Tokenizer:
         model_vocab_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
-        """Reads a model directory or GGUF file. `chat_template`: a file or Jinja source. Raises ModelError for a
-        missing or unreadable tokenizer, and ConfigError for an unreadable template file.
+        """`chat_template`: a file or Jinja source. Raises ModelError for a missing or unreadable tokenizer, and
+        ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
@@ -144,7 +141,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_id(self) -> int:
-        """The largest token id; -1 if there are no tokens. Finding it takes 0.1 s for 150,000 tokens."""
+        """-1 if there are no tokens. Finding it takes 0.1 s for 150,000 tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -167,7 +164,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer failed on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
-        """Returns `ids`. Raises InvalidRequest for an id that the model lacks, because it would end the engine."""
+        """Raises InvalidRequest for an id that the model lacks, because it would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
@@ -186,7 +183,7 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Returns (part, token id); the id is None for text between special tokens."""
+        """The id is None for text between special tokens."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
@@ -197,7 +194,7 @@ class Tokenizer:
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns a vocabulary entry such as `Ġhello` or `▁hello`; None for an unknown id."""
+        """Returns a vocabulary entry such as `Ġhello` or `▁hello`."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -215,7 +212,7 @@ class Tokenizer:
         return texts
 
     def token_display_text(self, token_id: int) -> str:
-        r"""Returns the token's text. Bytes of partial characters are written as OpenAI does: `\xe2\x82`."""
+        r"""Bytes of partial characters are written as OpenAI does: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
@@ -250,9 +247,7 @@ def fallback_byte(token: str) -> int | None:
 
 
 def _make_byte_decoder() -> dict[str, int]:
-    """Returns GPT-2's map (Radford et al., 2019). In it, printable bytes map to themselves and other bytes to U+0100
-    and up.
-    """
+    """GPT-2's map (Radford et al., 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -294,7 +289,7 @@ def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple
 
 @contextmanager
 def _wrap_library_errors(name: str) -> Iterator[None]:
-    """Turns the library's errors into ModelError. They are plain Exceptions or, on Rust panics, BaseExceptions."""
+    """The library's errors are plain Exceptions or, on Rust panics, BaseExceptions."""
     try:
         yield
     except ModelError:

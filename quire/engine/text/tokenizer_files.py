@@ -61,7 +61,6 @@ def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the `…_token` entries, each a string or an object with `content`, as strings."""
     special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -71,9 +70,7 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns tokens keyed by role (bos_token, ...). tokenizer_config.json overrides special_tokens_map.json. Raises
-    ModelError.
-    """
+    """tokenizer_config.json overrides special_tokens_map.json. Raises ModelError."""
     # Some models have an empty file, which transformers accepts.
     empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
     special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
@@ -126,8 +123,8 @@ def read_eos_token_ids(
 ) -> tuple[int, ...]:
     """Returns all tokens that end an answer: those of generation_config.json and config.json (or the GGUF header),
     `eos_token`, and the token that ends an assistant's turn in the chat template. `vocab_size`: the model's; ids beyond
-    it are dropped. `tokenizer`: files of a separate tokenizer. `chat_template`: see templates_from_path_or_source.
-    Broken files are ignored, because other readers report them.
+    it are dropped. `tokenizer`: files of a separate tokenizer. Broken files are ignored, because other readers report
+    them.
     """
     ids: list[int] = []
     for content in (
@@ -181,8 +178,6 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
 
 
 class _SpecialTokenReader:
-    """Raises ModelError if files are unreadable."""
-
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
         self._special_tokens = read_special_tokens(files, config)
@@ -253,7 +248,6 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
-    """Returns "" if `begin` and `end` do not occur in this order."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 

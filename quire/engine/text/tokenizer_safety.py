@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _MAX_CPU_SECONDS = 2.0
 """Limit for all patterns together. Usual patterns take milliseconds."""
 _TIMEOUT_SECONDS = 30.0
-"""Limit of wall-clock time, long enough for a busy machine."""
+"""Wall-clock time, long enough for a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
 _PROBE_LENGTHS = (16, 48, 400)
-"""Lengths of texts that are tried. The first two reveal exponential time, the last a high power of the length."""
+"""The first two reveal exponential time, the last a high power of the length."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
@@ -85,7 +85,7 @@ def _keys_and_string_values(state: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Recognizes a panic by its name, because the panic's type derives from BaseException and cannot be imported."""
+    """The panic's type derives from BaseException and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 

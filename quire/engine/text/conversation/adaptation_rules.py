@@ -59,7 +59,6 @@ class AdaptationRule(NamedTuple):
     filler_index: int = 0
 
     def label(self, role: str) -> str:
-        """Describes the rule; "" if it changes nothing."""
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")
@@ -70,9 +69,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Yields rules in the order in which to try them. `text_results`: calls are written as text, so results must be
-    too.
-    """
+    """`text_results`: calls are written as text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

@@ -11,7 +11,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """Converts content for a template. None becomes "", because templates concatenate content unchecked."""
+    """None becomes "", because templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [
@@ -21,7 +21,6 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
-    """Returns a content part's `text` or, if that is missing, its `refusal`."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 
@@ -32,7 +31,6 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
-    """Joins contents, omitting empty ones."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)

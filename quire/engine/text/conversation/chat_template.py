@@ -41,11 +41,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
 """If a token is missing, its variable is "", because templates concatenate it."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the final message while it is rendered, as in transformers."""
+"""The same mark as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Step limit of a probe. It suffices to render a few made-up messages."""
+"""Suffices to render a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""Probing stops after this many probes that exceeded the step limit."""
 
 
 class ChatRenderer:
@@ -113,7 +112,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """Renders a prompt. With continue_final_message, it ends where the last message's content ends.
+        """With continue_final_message, the prompt ends where the last message's content ends.
 
         Raises InvalidRequest for an unknown role, a reserved variable, a missing template, or messages that the
         template refuses or omits.
@@ -159,15 +158,13 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Renders messages as they are. Raises InvalidRequest if the template refuses them."""
+        """Raises InvalidRequest if the template refuses the messages."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
-        """Returns a renderer for a caller's template. Raises InvalidRequest if the template is invalid Jinja or never
-        ends.
-        """
+        """Raises InvalidRequest if the template is invalid Jinja or never ends."""
         try:
             renderer = ChatRenderer(
                 {"default": source},
@@ -184,9 +181,7 @@ class ChatRenderer:
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """Returns a renderer that describes tools in the system message if the template does not show them, or
-        `always`. `call_format`: an example.
-        """
+        """Describes tools in the system message if the template does not show them, or `always`."""
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)
         renderer._call_format, renderer._always_describe_tools = call_format, always
@@ -216,7 +211,6 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """Returns None if the template refuses."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -228,7 +222,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Returns messages, whether one was inserted to describe tools, and the tools for the template."""
+        """The bool is True if a message was inserted to describe tools."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -283,7 +277,6 @@ class ChatRenderer:
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raises ModelError if the template exceeds the step limit for a short message."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
@@ -294,9 +287,6 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """Returns the template "tool_use" if the request has tools and the model has this template, otherwise
-        "default". Raises InvalidRequest if the model has no template.
-        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -308,9 +298,7 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """Removes the mark and what follows, as transformers does. Raises InvalidRequest if the text lacks the unchanged
-    message.
-    """
+    """Raises InvalidRequest if the text lacks the unchanged message."""
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
@@ -347,9 +335,7 @@ class ChatTemplateSandbox(BoundedEnvironment):
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
-    """Raise InvalidRequest for an unknown role, because most templates would write it into the prompt, and answers
-    would be worse.
-    """
+    """Most templates would write an unknown role into the prompt, and answers would be worse."""
     for number, message in enumerate(messages):
         role = message["role"]
         if role not in ROLES and role not in template_roles:
@@ -362,7 +348,7 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]
 
 
 def _find_string_literals(template: nodes.Template) -> frozenset[str]:
-    """Returns the template's string literals, which include all roles that it treats specially."""
+    """String literals include all roles that the template treats specially."""
     texts = [each.value for each in template.find_all(nodes.Const)]
     return frozenset(text for text in texts if isinstance(text, str) and text.strip())
 

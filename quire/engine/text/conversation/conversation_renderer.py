@@ -15,7 +15,7 @@ from quire.engine.text.conversation.planner import Adaptation, ConversationPlan,
 from quire.engine.text.conversation.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Maximum number of renderings. Each one bans the rules that failed in earlier ones."""
+"""Each one bans the rules that failed in earlier ones."""
 _MAX_SEARCHED_UNITS = 256
 """If a longer conversation is refused, the error names the last unit without a search."""
 ADAPTATION_OFF_MESSAGE = (
@@ -146,8 +146,8 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
-    """True if `text` contains `expected`, which may be trimmed, indented, or escaped as JSON or HTML. If
-    `by_assistant`, leading reasoning may be missing.
+    """In `text`, `expected` may be trimmed, indented, or escaped as JSON or HTML. If `by_assistant`, leading reasoning
+    may be missing.
     """
     if by_assistant:
         for end in _REASONING_ENDS:
@@ -163,7 +163,7 @@ def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bo
 
 
 def _contains_lines(text: str, expected: str) -> bool:
-    """True if all lines occur in order. Templates may indent lines, or split a text at their marks."""
+    """Templates may indent lines, or split a text at their marks."""
     search_start = 0
     for line in expected.splitlines():
         line = line.strip()

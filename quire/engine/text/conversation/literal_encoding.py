@@ -11,9 +11,7 @@ _LEAD_CHARACTER = "\u263a"
 def encode_with_literal_texts(
     tokenizer: Tokenizer, text: str, moved: Sequence[str], *, add_special_tokens: bool
 ) -> list[int]:
-    """Encodes `text`. Special tokens such as `<|im_end|>` in `moved` texts are encoded as characters. Raises
-    InvalidRequest.
-    """
+    """Special tokens such as `<|im_end|>` in `moved` texts are encoded as characters. Raises InvalidRequest."""
     cuts = sorted(set(_find_cuts_inside_special_tokens(tokenizer, text, moved)))
     if not cuts:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -26,7 +24,7 @@ def encode_with_literal_texts(
 
 
 def _find_cuts_inside_special_tokens(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
-    """Yields positions inside special tokens. A token that is cut there is encoded as characters."""
+    """A special token that is cut is encoded as characters."""
     pattern = tokenizer.added_token_pattern
     for each in set(moved_texts) if pattern is not None else ():
         assert pattern is not None

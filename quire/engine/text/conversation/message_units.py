@@ -48,7 +48,6 @@ class MessageUnit:
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index` is -1 if the first message is a tool description that Quire added."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -68,7 +67,6 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
-    """Returns a message's calls or, if it has none, its deprecated `function_call`."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):

@@ -29,7 +29,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""Usual continuations, keyed by role. Rules after which the template accepts one of them are preferred."""
+"""Rules after which the template accepts one of these continuations are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """`prompt`: whether a generation prompt follows; None means that the last message is continued."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -203,9 +202,6 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """Adds a unit of this shape to the made-up conversation. Returns None if the template then does not show all
-        texts.
-        """
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -233,7 +229,7 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """Returns made-up messages for the steps; None if the last rule does not fit."""
+        """None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):

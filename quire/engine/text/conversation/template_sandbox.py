@@ -17,11 +17,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Maximum number of steps per rendering, about a second. Real templates need about 10 per message."""
+"""A rendering of this many steps takes about a second. Real templates need about 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""Maximum number of characters that a format or a repetition such as `'=' * 80` may produce, and of bits of a product.
-"""
+"""Characters that a format or a repetition such as `'=' * 80` may produce, and bits of a product."""
 _SIZE_PER_STEP = 64
 """Characters or list entries that count as one step. So a rendering produces at most 128 million of them."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
@@ -31,13 +30,12 @@ _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
 """Filters whose results are as large as all nested values together. A list can contain another list several times."""
 _SEQUENCES = (str, bytes, list, tuple)
-"""Types whose values grow by `+` and `*`. Templates get bytes from `'a'.encode()`."""
+"""Templates get bytes from `'a'.encode()`."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
 """Each run of a body costs one extra step per this many characters or syntax nodes of the body."""
 
 
-class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
-    """A rendering took too many steps."""
+class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError): ...
 
 
 class _StepBudget:
@@ -63,7 +61,6 @@ class _StepBudget:
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """Counts characters and entries of nested values, up to the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -81,9 +78,7 @@ _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
 
 
 class _BoundedIterable:
-    """Counts the rounds of a loop as steps. Its length, which `loop.length` uses, is that of the original iterable, if
-    there is one.
-    """
+    """Counts the rounds of a loop as steps."""
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
         self._values = values
@@ -103,7 +98,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters` replace Jinja's filters of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
@@ -200,7 +194,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """A node that calls the environment's `method`, which templates can neither name nor replace."""
+    """Templates can neither name nor replace `method`."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
@@ -237,8 +231,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 def _total_format_width(text: Any) -> int:
     """Returns an upper bound of the total width of a format's fields: the sum of all numbers in it, also of those that
-    are no widths. If a width comes from an argument, returns more than MAX_RESULT_SIZE. Returns 0 for other values than
-    texts and bytes.
+    are no widths. If a width comes from an argument, returns more than MAX_RESULT_SIZE.
     """
     if isinstance(text, bytes):
         text = text.decode("latin-1")
@@ -249,7 +242,6 @@ def _total_format_width(text: Any) -> int:
 
 
 def _result_size_upper_bound(name: str, *values: Any) -> int:
-    """Returns the product of the two largest numbers or lengths or, for `replace` with texts, a closer bound."""
     if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         text, old, new = values[:3]
         return (len(text) // max(len(old), 1) + 1) * len(new)

@@ -28,7 +28,6 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """Appends tools to a first system message, or inserts one. `call_format`: how a call is written."""
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}

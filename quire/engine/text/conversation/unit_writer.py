@@ -28,7 +28,7 @@ _RESULT_END = "</tool_response>"
 class WrittenUnit(NamedTuple):
     messages: list[Message]
     num_replaced: int
-    """Number of earlier messages that `messages` replace; 1 after merging."""
+    """Number of earlier messages that `messages` replace."""
     moved_texts: list[str]
 
 
@@ -121,7 +121,7 @@ def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _with_kimi_style_call_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Renames ids, because Kimi K2 reads the function's name from ids like `functions.name:3`."""
+    """Kimi K2 reads the function's name from ids like `functions.name:3`."""
     return _rename_ids(messages, lambda id, place, name: f"functions.{name}:{unit.index + place}")
 
 
@@ -143,7 +143,6 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
 
 
 def _move_bad_arguments_to_content(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Replaces arguments that are not objects by empty ones, and shows the original arguments in the content."""
     calls, notes = [], []
     for call in message_calls(messages[0]):
         function = tool_call_function(call)
