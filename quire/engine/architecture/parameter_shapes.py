@@ -8,6 +8,8 @@ from math import prod
 from quire.engine.architecture.norm import NormSpec
 
 ParameterShapes = dict[str, tuple[int, ...]]
+CLIPPED_LINEAR_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""Names of the scalars that clamp a linear's inputs and outputs in Gemma 4's tower."""
 LinearSizes = dict[str, tuple[int, int]]
 """(in_features, out_features) by name."""
 

@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.norm import NormSpec
 from quire.engine.common.types import Image
 from quire.engine.encoders.encoder_chunks import chunk_cost, count_kv_blocks, make_chunks_with_metadata
 from quire.engine.encoders.vision.tower import (
@@ -22,14 +19,21 @@ from quire.engine.encoders.vision.tower import (
     lengths_of_equal_sequences,
     normalize_pixels,
 )
-from quire.engine.families.vision.gemma4 import Gemma4VisionSpec
+from quire.engine.families.vision.gemma4 import (
+    BIAS,
+    PATCH_EMBEDDING,
+    POSITIONS,
+    PROJECTION,
+    SCALE,
+    STANDARDIZATION,
+    Gemma4VisionSpec,
+)
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.kernels.backend import NO_ADAPTERS
 
-_TOWER, _EMBEDDER = "vision_tower", "embed_vision"
 _ROTATED_WEIGHTS = ("self_attn.q_proj.linear.weight", "self_attn.k_proj.linear.weight")
 _HEAD_NORM_WEIGHTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
@@ -41,21 +45,6 @@ class Gemma4Tower(Tower):
         shape = vision.tower_shape
         self._vision = vision
         self._build_context = build_context
-        norm, quarter = NormSpec(shape.eps), vision.head_dim // 4
-        attention = AttentionLayerSpec(
-            shape.num_heads,
-            vision.num_kv_heads,
-            vision.head_dim,
-            scale=1.0,
-            rope={"rope_type": "axial", "rope_theta": vision.rope_theta},
-            norm=norm,
-            qk_norm="heads",
-            output_norm=True,
-            v_norm=True,
-            mrope_axes=(1,) * quarter + (2,) * quarter,
-            lookahead=None,
-        )
-        mlp = MLPSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
         scheme = ClippedScheme(build_context.scheme, has_bounds=vision.has_clipped_linears)
         dtypes_and_sizes = (
             build_context.dtype,
@@ -64,31 +53,22 @@ class Gemma4Tower(Tower):
             vision.max_tokens * vision.pooling_size,
         )
         layer_context = BuildContext(build_context.backend, scheme, shape.hidden_size, *dtypes_and_sizes, {})
-        names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
-        self._layers = [
-            (build_sublayer(attention, layer_context, name), build_sublayer(mlp, layer_context, name)) for name in names
-        ]
-        hidden = shape.hidden_size
-        self._patch_embedding = ChannelLastPatchEmbedding(
-            build_context, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False
-        )
-        self._projection = build_context.make_unquantized_linear(
-            hidden, f"{_EMBEDDER}.embedding_projection", build_context.text_hidden_size, bias=False
-        )
+        names = (vision.layer_name(index) for index in range(shape.num_layers))
+        self._layers = [[build_sublayer(each, layer_context, name) for each in vision.layer_specs] for name in names]
+        self._patch_embedding = ChannelLastPatchEmbedding(build_context, shape.patch_size, PATCH_EMBEDDING)
+        self._projection = build_context.make_unquantized_linear(PROJECTION)
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        vision, hidden = self._vision, self._vision.tower_shape.hidden_size
         table = merge_parameters(self._patch_embedding, self._projection)
         for each in (sublayer for layer in self._layers for sublayer in layer):
             table |= {
                 name: self._reorder_rope_dims_on_load(name, parameter) for name, parameter in each.parameters().items()
             }
-        positions = (2, vision.position_table_size, hidden)
-        name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = make_loadable_parameter(self._weights, "positions", positions, self._build_context.dtype)
-        for name in ("std_bias", "std_scale") if vision.standardizes_tokens else ():
-            table[f"{_TOWER}.{name}"] = make_loadable_parameter(self._weights, name, (hidden,), torch.float32)
+        table[POSITIONS] = self._build_context.make_parameter(self._weights, POSITIONS)
+        for name in STANDARDIZATION if self._vision.standardizes_tokens else ():
+            shape = self._build_context.shapes[name]
+            table[name] = make_loadable_parameter(self._weights, name, shape, torch.float32)
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
@@ -120,7 +100,7 @@ class Gemma4Tower(Tower):
         means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()
         means = means * vision.tower_shape.hidden_size**0.5
         if vision.standardizes_tokens:
-            means = (means - self._weights["std_bias"]) * self._weights["std_scale"]
+            means = (means - self._weights[BIAS]) * self._weights[SCALE]
         normed = backend.rms_norm(
             means.to(x.dtype).contiguous(), torch.ones(x.shape[1], device=x.device), vision.tower_shape.eps
         )
@@ -133,7 +113,7 @@ class Gemma4Tower(Tower):
         device = self._build_context.device
         pixels = 2 * (normalize_pixels(image, self._vision.normalization, device) - 0.5)
         patch_ids = torch.arange(rows * columns, device=device)
-        table = self._weights["positions"]
+        table = self._weights[POSITIONS]
         x = self._patch_embedding(pixels) + (table[0, patch_ids % columns] + table[1, patch_ids // columns])
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import PixelShuffleMLP
-from quire.engine.encoders.vision.square_tower import siglip_spec
 from quire.engine.encoders.vision.tower import (
     ChannelLastPatchEmbedding,
     ChunkedEncoding,
@@ -19,44 +18,23 @@ from quire.engine.encoders.vision.tower import (
     lengths_of_equal_sequences,
     normalize_pixels,
 )
-from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
-from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
-
-_TOWER = "vision_tower"
+from quire.engine.families.vision.lfm2_vl import PATCH_EMBEDDING, POSITIONS, PROJECTOR, TOWER, Lfm2VisionSpec
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
 
 
 class Lfm2Tower(Tower):
-    unused_prefixes = (f"{_TOWER}.head.",)
+    unused_prefixes = (f"{TOWER}.head.",)
 
     def __init__(self, vision: Lfm2VisionSpec, build_context: TowerBuildContext) -> None:
-        shape = vision.tower_shape
         self._vision, self._build_context = vision, build_context
-        spec = siglip_spec(shape, _TOWER)
-        self._encoder = build_context.make_encoder(spec.encoder)
-        self._patch_embedding, self._position_table_name = (
-            ChannelLastPatchEmbedding(build_context, shape, spec.patch_embedding, bias=True),
-            spec.position_embedding,
-        )
-        self._projector = PixelShuffleMLP(
-            build_context,
-            shape.hidden_size,
-            vision.merge_size,
-            vision.projector_activation,
-            "multi_modal_projector",
-            intermediate_size=vision.projector_hidden_size,
-            bias=vision.has_projector_bias,
-            norm=vision.has_projector_norm,
-        )
+        self._encoder = build_context.make_encoder(vision.encoder_spec)
+        self._patch_embedding = ChannelLastPatchEmbedding(build_context, vision.tower_shape.patch_size, PATCH_EMBEDDING)
+        self._projector = PixelShuffleMLP(build_context, vision.merge_size, vision.projector_activation, PROJECTOR)
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        shape = (self._vision.positions_per_side**2, self._vision.tower_shape.hidden_size)
-        table = {
-            self._position_table_name: make_loadable_parameter(
-                self._weights, "positions", shape, self._build_context.dtype
-            )
-        }
-        return merge_parameters(self._encoder, self._patch_embedding, self._projector) | table
+        positions = self._build_context.make_parameter(self._weights, POSITIONS)
+        return merge_parameters(self._encoder, self._patch_embedding, self._projector) | {POSITIONS: positions}
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
         size = self._vision.tower_shape.patch_size
@@ -72,6 +50,6 @@ class Lfm2Tower(Tower):
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
         """Return [rows * columns, hidden], interpolated in float32."""
         side = self._vision.positions_per_side
-        square = self._weights["positions"].view(1, side, side, -1).permute(0, 3, 1, 2).float()
+        square = self._weights[POSITIONS].view(1, side, side, -1).permute(0, 3, 1, 2).float()
         resized = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)
         return resized[0].flatten(1).T.to(self._build_context.dtype)

@@ -10,46 +10,33 @@ from torch import Tensor
 
 from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import MLPProjector
-from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
+from quire.engine.encoders.vision.square_tower import SquareTower
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
-from quire.engine.families.vision.llava import LlavaVisionSpec
-from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter
-
-_TOWER = "vision_tower"
-_PROJECTOR = "multi_modal_projector"
-_NEWLINE = "image_newline"
+from quire.engine.families.vision.llava import NEWLINE, PROJECTOR, TOWER, LlavaVisionSpec
+from quire.engine.layers.parameters import ParameterTable
 
 
 class LlavaTower(Tower):
     def __init__(self, vision: LlavaVisionSpec, build_context: TowerBuildContext) -> None:
-        shape, is_clip = vision.tower_shape, vision.tower_kind == "clip"
-        self.unused_prefixes = (f"{_TOWER}.post_layernorm.", f"{_TOWER}.head.", f"{_TOWER}.embeddings.position_ids")
-        unused_layers = range(shape.num_layers, shape.num_layers + vision.num_skipped_layers)
-        self.unused_prefixes += tuple(f"{_TOWER}.encoder.layers.{index}." for index in unused_layers)
-        spec = clip_spec(shape, _TOWER) if is_clip else siglip_spec(shape, _TOWER, final_norm=False)
-        num_skipped = int(is_clip and not vision.uses_class_token)
-        projector = MLPProjector(
-            build_context,
-            shape.hidden_size,
-            vision.projector_activation,
-            _PROJECTOR,
-            bias=vision.has_projector_bias,
-            num_skipped=num_skipped,
+        num_layers = vision.tower_shape.num_layers
+        unused_layers = range(num_layers, num_layers + vision.num_skipped_layers)
+        self.unused_prefixes = (
+            f"{TOWER}.post_layernorm.",
+            f"{TOWER}.head.",
+            f"{TOWER}.embeddings.position_ids",
+            *(f"{TOWER}.encoder.layers.{index}." for index in unused_layers),
         )
+        num_skipped = int(vision.tower_kind == "clip" and not vision.uses_class_token)
+        projector = MLPProjector(build_context, vision.projector_activation, PROJECTOR, num_skipped=num_skipped)
         position_ids = torch.arange(vision.patches_per_side**2)
-        self._square_tower = SquareTower(
-            spec, shape, vision.normalization, position_ids, vision.patches_per_side, build_context, projector
-        )
+        self._square_tower = SquareTower(vision, position_ids, build_context, projector)
         self._vision, self._build_context = vision, build_context
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         table = self._square_tower.parameters()
         if self._vision.has_newline_token:
-            size = (self._build_context.text_hidden_size,)
-            table[_NEWLINE] = make_loadable_parameter(
-                self._weights, _NEWLINE, size, self._build_context.dtype, lambda token: token[None]
-            )
+            table[NEWLINE] = self._build_context.make_parameter(self._weights, NEWLINE, lambda token: token[None])
         return table
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
@@ -68,7 +55,7 @@ class LlavaTower(Tower):
             return squares[0]
         best = self._vision.image_pinpoint(image)
         if best is None:
-            return torch.cat((squares[0], self._weights[_NEWLINE]))
+            return torch.cat((squares[0], self._weights[NEWLINE]))
         assert image.original is not None
         return torch.cat((squares[0], self._assemble_unpadded_grid(torch.stack(squares[1:]), image.original, best)))
 
@@ -87,4 +74,4 @@ class LlavaTower(Tower):
             grid = (
                 F.interpolate(channels, crop.interpolated_shape, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
             )
-        return torch.cat((grid, self._weights[_NEWLINE].expand(len(grid), 1, -1)), dim=1).flatten(0, 1)
+        return torch.cat((grid, self._weights[NEWLINE].expand(len(grid), 1, -1)), dim=1).flatten(0, 1)

@@ -12,7 +12,6 @@ from quire.engine.architecture.encoder import parse_encoder_activation
 from quire.engine.common.errors import ModelError
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.families.base.vision.vision_spec import TowerShape
-from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.parameters.activation import Activation
@@ -31,11 +30,9 @@ class Projector(ABC):
 class PixelShuffleProjector(Projector):
     """One linear turns scale x scale adjacent patches into a token."""
 
-    def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
+    def __init__(self, build_context: TowerBuildContext, side: int, scale: int, name: str) -> None:
         self._side, self._scale = side, scale
-        self._linear = build_context.make_unquantized_linear(
-            hidden * scale**2, name, build_context.text_hidden_size, bias=False
-        )
+        self._linear = build_context.make_unquantized_linear(name)
 
     def parameters(self) -> ParameterTable:
         return self._linear.parameters()
@@ -51,28 +48,16 @@ def pixel_shuffle(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor
 
 
 class MLPProjector(Projector):
-    def __init__(
-        self,
-        build_context: TowerBuildContext,
-        hidden: int,
-        act: str,
-        name: str,
-        *,
-        bias: bool,
-        num_skipped: int = 0,
-        intermediate_size: int | None = None,
-    ) -> None:
-        """The first `num_skipped` rows are not patches."""
-        kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
+    def __init__(self, build_context: TowerBuildContext, act: str, name: str, *, num_skipped: int = 0) -> None:
+        """The first `num_skipped` rows are not patches. Raises ModelError for an unsupported activation."""
+        kind = parse_encoder_activation(act)
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
         self._activation = Activation(kind)
         self._backend = build_context.backend
         self._num_skipped = num_skipped
-        self._first = build_context.make_unquantized_linear(hidden, f"{name}.linear_1", size, bias=bias)
-        self._last = build_context.make_unquantized_linear(
-            size, f"{name}.linear_2", build_context.text_hidden_size, bias=bias
-        )
+        self._first = build_context.make_unquantized_linear(f"{name}.linear_1")
+        self._last = build_context.make_unquantized_linear(f"{name}.linear_2")
 
     def parameters(self) -> ParameterTable:
         return self._first.parameters() | self._last.parameters()
@@ -83,23 +68,14 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    def __init__(
-        self,
-        build_context: TowerBuildContext,
-        hidden: int,
-        scale: int,
-        act: str,
-        name: str,
-        *,
-        intermediate_size: int | None = None,
-        bias: bool = True,
-        norm: bool = True,
-    ) -> None:
+    """Like PixelShuffleProjector, but with two linears and an optional norm."""
+
+    def __init__(self, build_context: TowerBuildContext, scale: int, act: str, name: str) -> None:
         self._scale = scale
         self._backend = build_context.backend
-        wide = hidden * scale**2
-        self._norm = LayerNormWeights(f"{name}.layer_norm", wide, bias=True) if norm else None
-        self._linears = MLPProjector(build_context, wide, act, name, bias=bias, intermediate_size=intermediate_size)
+        norm = f"{name}.layer_norm"
+        self._norm = build_context.make_norm(norm) if f"{norm}.weight" in build_context.shapes else None
+        self._linears = MLPProjector(build_context, act, name)
 
     def parameters(self) -> ParameterTable:
         return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
@@ -122,12 +98,10 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
+    def __init__(self, build_context: TowerBuildContext, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
-        self._norm = LayerNormWeights(norm, hidden, bias=True)
-        self._linear = build_context.make_unquantized_linear(
-            hidden, projection, build_context.text_hidden_size, bias=False
-        )
+        self._norm = build_context.make_norm(norm)
+        self._linear = build_context.make_unquantized_linear(projection)
 
     def parameters(self) -> ParameterTable:
         return self._norm.parameters() | self._linear.parameters()
@@ -141,65 +115,63 @@ class AttentionPoolingProjector(Projector):
     """SigLIP's pooling: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
-        hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
         self._activation = Activation(kind)
-        self._backend = build_context.backend
-        self._dtype = build_context.dtype
-        self._name, self._shape = name, shape
-        self._qkv = build_context.make_unquantized_linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
-        self._out = build_context.make_unquantized_linear(hidden, f"{name}.attention.out_proj", hidden)
-        self._norm = LayerNormWeights(f"{name}.layernorm", hidden, bias=True)
-        self._up = build_context.make_unquantized_linear(hidden, f"{name}.mlp.fc1", inner)
-        self._down = build_context.make_unquantized_linear(inner, f"{name}.mlp.fc2", hidden)
+        self._build_context = build_context
+        self._shape = shape
+        self._probe = f"{name}.probe"
+        self._qkv = build_context.make_unquantized_linear(f"{name}.attention.in_proj", separator="_")
+        self._out = build_context.make_unquantized_linear(f"{name}.attention.out_proj")
+        self._norm = build_context.make_norm(f"{name}.layernorm")
+        self._up = build_context.make_unquantized_linear(f"{name}.mlp.fc1")
+        self._down = build_context.make_unquantized_linear(f"{name}.mlp.fc2")
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         table = {name.replace("in_proj.", "in_proj_"): each for name, each in self._qkv.parameters().items()}
-        probe = make_loadable_parameter(
-            self._weights, "probe", (1, 1, self._shape.hidden_size), self._dtype, lambda it: it.view(1, -1)
-        )
+        probe = self._build_context.make_parameter(self._weights, self._probe, lambda it: it.view(1, -1))
         others = merge_parameters(self._out, self._norm, self._up, self._down)
-        return table | others | {f"{self._name}.probe": probe}
+        return table | others | {self._probe: probe}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        q, _, _ = self._qkv.packed_linear(self._weights["probe"], NO_ADAPTERS).chunk(3, dim=1)
+        backend = self._build_context.backend
+        q, _, _ = self._qkv.packed_linear(self._weights[self._probe], NO_ADAPTERS).chunk(3, dim=1)
         _, k, v = self._qkv.packed_linear(hidden, NO_ADAPTERS).chunk(3, dim=1)
         q, k, v = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1).to(hidden.dtype)
         x = self._out.packed_linear(attended.contiguous(), NO_ADAPTERS)
-        normed = self._backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
-        wide = self._backend.apply_activation(self._up.packed_linear(normed, NO_ADAPTERS), self._activation)
+        normed = backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
+        wide = backend.apply_activation(self._up.packed_linear(normed, NO_ADAPTERS), self._activation)
         return x + self._down.packed_linear(wide, NO_ADAPTERS)
 
 
 class AveragePoolingProjector(Projector):
     def __init__(
-        self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
+        self, build_context: TowerBuildContext, side: int, tokens_per_side: int, eps: float, norm: str, projection: str
     ) -> None:
+        """`projection` is the name of an [in, out] weight."""
         self._build_context = build_context
-        self._hidden = hidden
         self._eps = eps
-        self._name = name
+        self._norm_name, self._projection_name = norm, projection
         self._side, self._tokens_per_side = side, tokens_per_side
         self._norm: dict[str, Tensor] = {}
         self._linear: dict[str, Linear] = {}
 
     def parameters(self) -> ParameterTable:
-        build_context, shape = self._build_context, (self._hidden, self._build_context.text_hidden_size)
+        build_context, norm, linear = self._build_context, self._norm_name, self._projection_name
 
         def pack_transposed(weight: Tensor) -> Linear:
             return build_context.backend.pack_linear(weight.T.contiguous(), None)
 
-        norm, linear = f"{self._name}.mm_soft_emb_norm.weight", f"{self._name}.mm_input_projection_weight"
+        norm_shape, shape = build_context.shapes[norm], build_context.shapes[linear]
         return {
-            norm: make_loadable_parameter(self._norm, "weight", shape[:1], torch.float32, lambda weight: weight + 1),
+            norm: make_loadable_parameter(self._norm, "weight", norm_shape, torch.float32, lambda weight: weight + 1),
             linear: make_loadable_parameter(self._linear, "weight", shape, build_context.dtype, pack_transposed),
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        square = hidden.T.reshape(1, self._hidden, self._side, self._side)
+        square = hidden.T.reshape(1, -1, self._side, self._side)
         pooled = F.avg_pool2d(square, self._side // self._tokens_per_side).flatten(2)[0].T.contiguous()
         normed = self._build_context.backend.rms_norm(pooled, self._norm["weight"], self._eps)
         return self._linear["weight"](normed, NO_ADAPTERS)

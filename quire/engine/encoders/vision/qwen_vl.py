@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from math import isqrt
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.encoder import EncoderWeightNames
 from quire.engine.common.types import Image
 from quire.engine.encoders.encoder_chunks import MAX_CHUNK_TOKENS
 from quire.engine.encoders.vision.tower import (
@@ -22,55 +20,29 @@ from quire.engine.encoders.vision.tower import (
     lengths_of_equal_sequences,
     normalize_pixels,
     rope_frequencies,
-    tower_encoder_spec,
 )
-from quire.engine.families.vision.qwen_vl import QwenVisionSpec
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
+from quire.engine.families.vision.qwen_vl import MERGER, PATCH_EMBEDDING, POSITIONS, QwenVisionSpec
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.parameters.activation import GELU
 
-_PLAIN_MLP = ("mlp.fc1",), "mlp.fc2"
-_GATED_MLP = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
-_QWEN3_MLP = ("mlp.linear_fc1",), "mlp.linear_fc2"
-
 
 class QwenVLTower(Tower):
     def __init__(self, vision: QwenVisionSpec, build_context: TowerBuildContext) -> None:
-        shape = vision.tower_shape
         self._vision, self._build_context = vision, build_context
-        up, down = (
-            _GATED_MLP if vision.has_llama_style_layers else _QWEN3_MLP if vision.position_table_size else _PLAIN_MLP
-        )
-        layers = ("attn.qkv",), "attn.proj", "norm1", up, down, "norm2"
-        spec = tower_encoder_spec(shape, EncoderWeightNames("", "visual.blocks.{}", *layers))
-        if vision.has_llama_style_layers:
-            spec = replace(spec, has_rms_norms=True, norm_bias=False, gated=True)
-        if vision.window_side:
-            windowed = (index not in vision.full_attention_layers for index in range(shape.num_layers))
-            spec = replace(spec, metadata_groups=tuple(map(int, windowed)))
-        self._encoder = build_context.make_encoder(spec)
-        patches, biased = "visual.patch_embed.proj", bool(vision.position_table_size)
-        self._patch_embedding = PatchEmbedding(
-            build_context, shape, patches, bias=biased, frames=vision.temporal_patch_size
-        )
-        self._merger = PatchMerger(vision, build_context, "visual.merger", has_patch_norm=True)
-        names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.deepstack_layers))]
-        self._deepstack_mergers = [PatchMerger(vision, build_context, name, has_patch_norm=False) for name in names]
+        self._encoder = build_context.make_encoder(vision.encoder_spec)
+        self._patch_embedding = PatchEmbedding(build_context, PATCH_EMBEDDING)
+        self._merger = PatchMerger(vision, build_context, MERGER, has_patch_norm=True)
+        self._deepstack_mergers = [
+            PatchMerger(vision, build_context, name, has_patch_norm=False) for name in vision.deepstack_merger_names
+        ]
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        vision, table = (
-            self._vision,
-            merge_parameters(self._encoder, self._patch_embedding, self._merger, *self._deepstack_mergers),
-        )
-        if vision.position_table_size:
-            size = (vision.position_table_size, vision.tower_shape.hidden_size)
-            table["visual.pos_embed.weight"] = make_loadable_parameter(
-                self._weights, "positions", size, self._build_context.dtype
-            )
+        table = merge_parameters(self._encoder, self._patch_embedding, self._merger, *self._deepstack_mergers)
+        if self._vision.position_table_size:
+            table[POSITIONS] = self._build_context.make_parameter(self._weights, POSITIONS)
         return table
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
@@ -143,7 +115,7 @@ class QwenVLTower(Tower):
                 by_row = share_row if is_next_row else 1 - share_row
                 weight = by_row[:, None] * (share_column if is_next_column else 1 - share_column)
                 index = (row[:, None] * side + column).flatten()
-                parts.append(self._weights["positions"][index] * weight.flatten()[:, None])
+                parts.append(self._weights[POSITIONS][index] * weight.flatten()[:, None])
         return sum(parts[1:], parts[0]).to(self._build_context.dtype)
 
 
@@ -153,20 +125,14 @@ class PatchMerger:
     def __init__(
         self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool
     ) -> None:
-        hidden = vision.tower_shape.hidden_size
-        self._size = size = hidden * vision.merge_size**2
+        self._size = vision.tower_shape.hidden_size * vision.merge_size**2
         self._build_context = build_context
         self._has_rms_norm = vision.has_llama_style_layers
         self._has_patch_norm = has_patch_norm
-        norm, first, last = (
-            ("norm", "linear_fc1", "linear_fc2") if vision.position_table_size else ("ln_q", "mlp.0", "mlp.2")
-        )
-        width = hidden if has_patch_norm else size
-        self._norm = LayerNormWeights(f"{name}.{norm}", width, bias=not vision.has_llama_style_layers)
-        self._first = build_context.make_unquantized_linear(size, f"{name}.{first}", size)
-        self._last: FusedLinear = build_context.make_unquantized_linear(
-            size, f"{name}.{last}", build_context.text_hidden_size
-        )
+        norm, first, last = (f"{name}.{part}" for part in vision.merger_layer_names)
+        self._norm = build_context.make_norm(norm)
+        self._first = build_context.make_unquantized_linear(first)
+        self._last = build_context.make_unquantized_linear(last)
 
     def parameters(self) -> ParameterTable:
         return merge_parameters(self._norm, self._first, self._last)

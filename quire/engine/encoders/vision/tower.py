@@ -2,20 +2,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
+from quire.engine.architecture.encoder import EncoderSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.common.types import Image
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_chunks import run_all_chunks
-from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
+from quire.engine.families.base.vision.vision_spec import PixelNormalization
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, identity, make_loadable_parameter
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.kernels.backend import NO_ADAPTERS, Backend
 from quire.kernels.gpu.host_transfer import upload_arrays
@@ -33,6 +35,8 @@ class TowerBuildContext:
     text_hidden_size: int
     report_progress: Callable[[], None]
     device: torch.device = _CPU
+    shapes: ParameterShapes = field(default_factory=dict)
+    """See VisionSpec.parameter_shapes. `make_tower` sets them."""
 
     def make_encoder(self, spec: EncoderSpec) -> Encoder:
         return Encoder(
@@ -45,8 +49,20 @@ class TowerBuildContext:
             report_progress=self.report_progress,
         )
 
-    def make_unquantized_linear(self, size: int, name: str, out: int, *, bias: bool = True) -> FusedLinear:
-        return FusedLinear(UnquantizedScheme(self.backend, self.dtype), size, {name: out}, bias=bias)
+    def make_unquantized_linear(self, name: str, *, separator: str = ".") -> FusedLinear:
+        """The weight's name is `name`, `separator` and "weight"."""
+        out, *inputs = self.shapes[f"{name}{separator}weight"]
+        scheme = UnquantizedScheme(self.backend, self.dtype)
+        return FusedLinear(scheme, prod(inputs), {name: out}, bias=f"{name}{separator}bias" in self.shapes)
+
+    def make_norm(self, name: str) -> LayerNormWeights:
+        (size,) = self.shapes[f"{name}.weight"]
+        return LayerNormWeights(name, size, bias=f"{name}.bias" in self.shapes)
+
+    def make_parameter(
+        self, weights: dict[str, Tensor], name: str, transform: Callable[[Tensor], Tensor] = identity
+    ) -> LoadableParameter:
+        return make_loadable_parameter(weights, name, self.shapes[name], self.dtype, transform)
 
 
 class Tower(ABC):
@@ -70,20 +86,16 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """A convolution whose stride is its kernel's size, computed as a linear. If `frames` is not 0, the kernel covers
-    this many video frames, which repeat the image.
+    """A convolution whose stride is its kernel's size, computed as a linear. If the kernel covers several video frames,
+    they repeat the image.
     """
 
-    def __init__(
-        self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
-    ) -> None:
-        self._size = shape.patch_size
-        self._frames = frames
+    def __init__(self, build_context: TowerBuildContext, name: str) -> None:
         self._name = name
-        self._weight_shape = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
-        self._linear = build_context.make_unquantized_linear(
-            prod(self._weight_shape[1:]), name, shape.hidden_size, bias=bias
-        )
+        self._weight_shape = build_context.shapes[f"{name}.weight"]
+        _, _, *frames, self._size, _ = self._weight_shape
+        self._frames = frames[0] if frames else 0
+        self._linear = build_context.make_unquantized_linear(name)
         self._dtype = build_context.dtype
 
     def parameters(self) -> ParameterTable:
@@ -105,11 +117,9 @@ class PatchEmbedding:
 
 
 class ChannelLastPatchEmbedding:
-    def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
-        self._size, self._dtype = shape.patch_size, build_context.dtype
-        self._linear = build_context.make_unquantized_linear(
-            3 * shape.patch_size**2, name, shape.hidden_size, bias=bias
-        )
+    def __init__(self, build_context: TowerBuildContext, patch_size: int, name: str) -> None:
+        self._size, self._dtype = patch_size, build_context.dtype
+        self._linear = build_context.make_unquantized_linear(name)
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -127,25 +137,6 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
         [pixels, *(np.array(each, dtype=np.float32) for each in (normalization.mean, normalization.std))], device
     )
     return uploaded[0].float().mul_(normalization.rescale).sub_(uploaded[1]).div_(uploaded[2])
-
-
-def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """A pre-norm encoder without positions."""
-    return EncoderSpec(
-        names=names,
-        vocab_size=0,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        eps=shape.eps,
-        ropes=(None,) * shape.num_layers,
-        windows=(None,) * shape.num_layers,
-        classifier=lambda hidden, labels: [],
-        activation=parse_encoder_activation(shape.activation),
-        pre_norm=True,
-        has_first_layer_norm=True,
-    )
 
 
 def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndarray]:

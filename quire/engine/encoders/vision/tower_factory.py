@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 import torch
@@ -18,15 +19,10 @@ from quire.engine.encoders.vision.projectors import (
     SquarePixelShuffleProjector,
 )
 from quire.engine.encoders.vision.qwen_vl import QwenVLTower
-from quire.engine.encoders.vision.square_tower import (
-    SquareTower,
-    bucketed_position_ids,
-    clip_spec,
-    internvl_spec,
-    siglip_spec,
-)
+from quire.engine.encoders.vision.square_tower import SquareTower, bucketed_position_ids
 from quire.engine.encoders.vision.tower import Tower, TowerBuildContext
 from quire.engine.families.base.vision.vision_spec import VisionSpec
+from quire.engine.families.vision import dual_encoders, gemma3, idefics3, internvl
 from quire.engine.families.vision.dual_encoders import DualEncoderVisionSpec
 from quire.engine.families.vision.gemma3 import Gemma3VisionSpec
 from quire.engine.families.vision.gemma4 import Gemma4VisionSpec
@@ -40,6 +36,7 @@ from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 
 def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:
     """Raises ModelError for an unsupported activation."""
+    build_context = replace(build_context, shapes=vision.parameter_shapes(build_context.text_hidden_size))
     match vision:
         case Idefics3VisionSpec():
             return _make_idefics3(vision, build_context)
@@ -63,66 +60,37 @@ def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:
 
 
 def _make_idefics3(vision: Idefics3VisionSpec, build_context: TowerBuildContext) -> SquareTower:
-    shape = vision.tower_shape
-    side, trained_side = vision.tile_side // shape.patch_size, vision.image_size // shape.patch_size
-    connector = PixelShuffleProjector(
-        build_context, shape.hidden_size, side, vision.scale_factor, "connector.modality_projection.proj"
-    )
-    spec = siglip_spec(shape, "vision_model")
-    return SquareTower(
-        spec,
-        shape,
-        vision.normalization,
-        bucketed_position_ids(side, trained_side),
-        trained_side,
-        build_context,
-        connector,
-    )
+    side = vision.tile_side // vision.tower_shape.patch_size
+    projector = PixelShuffleProjector(build_context, side, vision.scale_factor, idefics3.PROJECTION)
+    position_ids = bucketed_position_ids(side, vision.tower_spec.patches_per_side)
+    return SquareTower(vision, position_ids, build_context, projector)
 
 
 def _make_dual_encoder(vision: DualEncoderVisionSpec, build_context: TowerBuildContext) -> SquareTower:
-    shape, tower = vision.tower_shape, "vision_model"
-    position_ids = torch.arange(vision.patches_per_side**2)
+    shape = vision.tower_shape
+    projector: Projector
     if vision.tower_kind == "clip":
-        norm, spec = f"{tower}.post_layernorm", clip_spec(shape, tower)
-        connector: Projector = ClassTokenProjector(
-            build_context, shape.hidden_size, shape.eps, norm, "visual_projection"
-        )
+        norm, projection = dual_encoders.CLIP_FINAL_NORM, dual_encoders.CLIP_PROJECTION
+        projector = ClassTokenProjector(build_context, shape.eps, norm, projection)
     else:
-        spec, connector = siglip_spec(shape, tower), AttentionPoolingProjector(build_context, shape, f"{tower}.head")
-    unused = (f"{tower}.embeddings.position_ids",)
-    return SquareTower(
-        spec,
-        shape,
-        vision.normalization,
-        position_ids,
-        vision.patches_per_side,
-        build_context,
-        connector,
-        unused=unused,
-    )
+        projector = AttentionPoolingProjector(build_context, shape, dual_encoders.SIGLIP_HEAD)
+    unused = (f"{dual_encoders.TOWER}.embeddings.position_ids",)
+    return SquareTower(vision, torch.arange(vision.patches_per_side**2), build_context, projector, unused=unused)
 
 
 def _make_gemma3(vision: Gemma3VisionSpec, build_context: TowerBuildContext) -> SquareTower:
     shape = vision.tower_shape
-    side = vision.square_side // shape.patch_size
-    connector = AveragePoolingProjector(
-        build_context, shape.hidden_size, side, isqrt(vision.tokens_per_image), shape.eps, "multi_modal_projector"
+    side = vision.tower_spec.patches_per_side
+    projector = AveragePoolingProjector(
+        build_context, side, isqrt(vision.tokens_per_image), shape.eps, gemma3.PROJECTOR_NORM, gemma3.PROJECTION
     )
-    spec, unused = siglip_spec(shape, "vision_tower"), ("vision_tower.head.",)
-    position_ids = torch.arange(side * side)
-    return SquareTower(spec, shape, vision.normalization, position_ids, side, build_context, connector, unused=unused)
+    unused = (f"{gemma3.TOWER}.head.",)
+    return SquareTower(vision, torch.arange(side * side), build_context, projector, unused=unused)
 
 
 def _make_internvl(vision: InternVLVisionSpec, build_context: TowerBuildContext) -> SquareTower:
-    shape = vision.tower_shape
-    side, position_ids = (
-        vision.square_side // shape.patch_size,
-        torch.arange((vision.square_side // shape.patch_size) ** 2),
-    )
-    linears = PixelShuffleMLP(
-        build_context, shape.hidden_size, vision.merge_size, vision.projector_activation, "multi_modal_projector"
-    )
-    connector = SquarePixelShuffleProjector(linears, side)
-    spec, unused = internvl_spec(vision, "vision_tower"), ("vision_tower.embeddings.mask_token",)
-    return SquareTower(spec, shape, vision.normalization, position_ids, side, build_context, connector, unused=unused)
+    side = vision.tower_spec.patches_per_side
+    linears = PixelShuffleMLP(build_context, vision.merge_size, vision.projector_activation, internvl.PROJECTOR)
+    projector = SquarePixelShuffleProjector(linears, side)
+    unused = (f"{internvl.TOWER}.embeddings.mask_token",)
+    return SquareTower(vision, torch.arange(side * side), build_context, projector, unused=unused)

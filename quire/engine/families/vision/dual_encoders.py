@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    SquareTowerSpec,
+    clip_tower_spec,
+    layer_norm_shapes,
+    siglip_tower_spec,
+)
 from quire.engine.families.base.vision.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
 from quire.engine.families.vision.llava import (
     LlavaVisionSpec,
@@ -14,6 +21,9 @@ from quire.engine.families.vision.llava import (
 )
 
 _BICUBIC = 3
+TOWER = "vision_model"
+CLIP_FINAL_NORM, CLIP_PROJECTION = f"{TOWER}.post_layernorm", "visual_projection"
+SIGLIP_HEAD = f"{TOWER}.head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +40,26 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         LlavaVisionSpec.make_layout(self, width, height)
         return DualEncoderLayout(self, (width, height), None)
 
-    def num_parameters(self, text_size: int) -> int:
-        """Excludes the text model's projection."""
-        hidden = self.tower_shape.hidden_size
-        inner = self.tower_shape.intermediate_size
-        patch = self.tower_shape.patch_size
-        first = (3 * patch**2 + self.patches_per_side**2) * hidden
+    @property
+    def tower_spec(self) -> SquareTowerSpec:
         if self.tower_kind == "clip":
-            return (
-                self.tower_shape.num_layer_parameters()
-                + first
-                + (1 + 1 + 2 + 2) * hidden
-                + hidden * self.embedding_size
-            )
-        attention = 4 * hidden * hidden + 4 * hidden
-        head = hidden + attention + 2 * hidden + 2 * hidden * inner + inner + hidden
-        return self.tower_shape.num_layer_parameters() + first + (1 + 2) * hidden + head
+            return clip_tower_spec(self.tower_shape, TOWER, self.patches_per_side)
+        return siglip_tower_spec(self.tower_shape, TOWER, self.patches_per_side)
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        """Excludes the text model's projection."""
+        hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
+        shapes = self.tower_spec.parameter_shapes()
+        if self.tower_kind == "clip":
+            shapes |= layer_norm_shapes(CLIP_FINAL_NORM, hidden)
+            return shapes | linear_shapes([CLIP_PROJECTION], self.embedding_size, hidden)
+        shapes |= {f"{SIGLIP_HEAD}.probe": (1, 1, hidden)}
+        shapes |= {f"{SIGLIP_HEAD}.attention.in_proj_weight": (3 * hidden, hidden)}
+        shapes |= {f"{SIGLIP_HEAD}.attention.in_proj_bias": (3 * hidden,)}
+        shapes |= linear_shapes([f"{SIGLIP_HEAD}.attention.out_proj"], hidden, hidden, bias=True)
+        shapes |= layer_norm_shapes(f"{SIGLIP_HEAD}.layernorm", hidden)
+        shapes |= linear_shapes([f"{SIGLIP_HEAD}.mlp.fc1"], inner, hidden, bias=True)
+        return shapes | linear_shapes([f"{SIGLIP_HEAD}.mlp.fc2"], hidden, inner, bias=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,25 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
-from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenSpeller, VisionConfig, VisionSpec
+from quire.engine.families.base.vision.tower_spec import SquareTowerSpec, SquareTowerVisionSpec, siglip_tower_spec
+from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenSpeller, VisionConfig
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _BILINEAR = 2
+TOWER = "vision_tower"
+PROJECTOR_NORM = "multi_modal_projector.mm_soft_emb_norm.weight"
+PROJECTION = "multi_modal_projector.mm_input_projection_weight"
+"""Stored as [in, out], unlike the weights of linears."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3VisionSpec(VisionSpec):
+class Gemma3VisionSpec(SquareTowerVisionSpec):
     square_side: int
     tokens_per_image: int
     begin_token_id: int
@@ -39,10 +45,14 @@ class Gemma3VisionSpec(VisionSpec):
     ) -> Gemma3Layout:
         return Gemma3Layout(self)
 
-    def num_parameters(self, text_size: int) -> int:
-        hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
-        ends = (3 * patch**2 + 1 + (self.square_side // patch) ** 2 + 2) * hidden
-        return self.tower_shape.num_layer_parameters() + ends + hidden + hidden * text_size
+    @property
+    def tower_spec(self) -> SquareTowerSpec:
+        return siglip_tower_spec(self.tower_shape, TOWER, self.square_side // self.tower_shape.patch_size)
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden = self.tower_shape.hidden_size
+        projector = {PROJECTOR_NORM: (hidden,), PROJECTION: (hidden, text_size)}
+        return self.tower_spec.parameter_shapes() | projector
 
 
 def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import (
+    CLIPPED_LINEAR_BOUNDS,
+    ParameterShapes,
+    linear_shapes,
+    linear_sizes,
+)
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import patch_linear_shapes
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
     InvalidImage,
@@ -21,6 +31,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BICUBIC = 3
+TOWER, PROJECTION = "vision_tower", "embed_vision.embedding_projection"
+PATCH_EMBEDDING = f"{TOWER}.patch_embedder.input_proj"
+POSITIONS = f"{TOWER}.patch_embedder.position_embedding_table"
+STANDARDIZATION = BIAS, SCALE = f"{TOWER}.std_bias", f"{TOWER}.std_scale"
 _LOW_DETAIL_TOKENS = 70
 _MAX_TOKENS = 4096
 _ZERO_MEAN, _UNIT_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -60,21 +74,55 @@ class Gemma4VisionSpec(VisionSpec):
         return PooledLayout(self, *largest_square_grid(width, height, self.token_side_pixels, most))
 
     @property
-    def num_linear_parameters(self) -> int:
-        shape, heads = self.tower_shape, (self.tower_shape.num_heads + self.num_kv_heads) * self.head_dim
-        return shape.num_layers * shape.hidden_size * (2 * heads + 3 * shape.intermediate_size)
-
-    def num_parameters(self, text_size: int) -> int:
-        shape, hidden = self.tower_shape, self.tower_shape.hidden_size
-        layer = 4 * hidden + 2 * self.head_dim + 4 * 7 * self.has_clipped_linears
-        first = (3 * shape.patch_size**2 + 2 * self.position_table_size) * hidden
-        return (
-            self.num_linear_parameters
-            + shape.num_layers * layer
-            + first
-            + 2 * hidden * self.standardizes_tokens
-            + hidden * text_size
+    def layer_specs(self) -> tuple[AttentionLayerSpec, MLPSpec]:
+        shape = self.tower_shape
+        norm, quarter = NormSpec(shape.eps), self.head_dim // 4
+        attention = AttentionLayerSpec(
+            shape.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            scale=1.0,
+            rope={"rope_type": "axial", "rope_theta": self.rope_theta},
+            norm=norm,
+            qk_norm="heads",
+            output_norm=True,
+            v_norm=True,
+            mrope_axes=(1,) * quarter + (2,) * quarter,
+            lookahead=None,
         )
+        return attention, MLPSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
+
+    def layer_name(self, index: int) -> str:
+        return f"{TOWER}.encoder.layers.{index}"
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden = self.tower_shape.hidden_size
+        shapes = patch_linear_shapes(PATCH_EMBEDDING, hidden, self.tower_shape.patch_size, bias=False)
+        shapes[POSITIONS] = (2, self.position_table_size, hidden)
+        for index in range(self.tower_shape.num_layers):
+            shapes |= self._layer_shapes(index)
+        if self.standardizes_tokens:
+            shapes |= dict.fromkeys(STANDARDIZATION, (hidden,))
+        return shapes | linear_shapes([PROJECTION], text_size, hidden)
+
+    def _layer_shapes(self, index: int) -> ParameterShapes:
+        """Linears have a module of their own, with the bounds of their inputs and outputs."""
+        shapes = ParameterShapes()
+        for sublayer in self.layer_specs:
+            plain = sublayer.parameter_shapes(self.layer_name(index), self.tower_shape.hidden_size)
+            linears = linear_sizes(plain)
+            for name, shape in plain.items():
+                linear = name.removesuffix(".weight")
+                shapes[f"{linear}.linear.weight" if linear in linears else name] = shape
+            if self.has_clipped_linears:
+                shapes |= {f"{linear}.{bound}": () for linear in linears for bound in CLIPPED_LINEAR_BOUNDS}
+        return shapes
+
+    @property
+    def num_linear_parameters(self) -> int:
+        hidden = self.tower_shape.hidden_size
+        linears = (linear_sizes(each.parameter_shapes("", hidden)) for each in self.layer_specs)
+        return self.tower_shape.num_layers * sum(math.prod(sizes) for each in linears for sizes in each.values())
 
 
 def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:

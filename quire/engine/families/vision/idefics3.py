@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import SquareTowerSpec, SquareTowerVisionSpec, siglip_tower_spec
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
     TokenSpeller,
     VisionConfig,
-    VisionSpec,
     iter_squares_of_image,
 )
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 _MAX_SIDE = 4096
 _LANCZOS = 1
+TOWER, PROJECTION = "vision_model", "connector.modality_projection.proj"
 TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idefics3VisionSpec(VisionSpec):
+class Idefics3VisionSpec(SquareTowerVisionSpec):
     image_size: int
     """Side in pixels of the tower's training images."""
     scale_factor: int
@@ -47,10 +49,13 @@ class Idefics3VisionSpec(VisionSpec):
     ) -> Idefics3Layout:
         return make_tile_layout(width, height, self, may_split=self.splits_images and not low_detail)
 
-    def num_parameters(self, text_size: int) -> int:
-        hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
-        ends = (3 * patch**2 + 1 + (self.image_size // patch) ** 2 + 2) * hidden
-        return self.tower_shape.num_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
+    @property
+    def tower_spec(self) -> SquareTowerSpec:
+        return siglip_tower_spec(self.tower_shape, TOWER, self.image_size // self.tower_shape.patch_size)
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        wide = self.tower_shape.hidden_size * self.scale_factor**2
+        return self.tower_spec.parameter_shapes() | linear_shapes([PROJECTION], text_size, wide)
 
 
 def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:

@@ -5,19 +5,27 @@ whole image. Tests compare with transformers' image_processing_pil_got_ocr2.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.encoder import EncoderWeightNames
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    SquareTowerSpec,
+    SquareTowerVisionSpec,
+    layer_norm_shapes,
+    mlp_projector_shapes,
+    pre_norm_encoder_spec,
+)
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
     TokenSpeller,
     VisionConfig,
-    VisionSpec,
     choose_nearest_grid,
     iter_squares_of_image,
 )
@@ -26,11 +34,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BICUBIC = 3
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternVLVisionSpec(VisionSpec):
+class InternVLVisionSpec(SquareTowerVisionSpec):
     square_side: int
     merge_size: int
     """A token joins a square with this many patches per side."""
@@ -54,13 +63,41 @@ class InternVLVisionSpec(VisionSpec):
             self, *choose_square_grid(width, height, self.square_side, min(self.min_squares, most), most)
         )
 
-    def num_parameters(self, text_size: int) -> int:
-        shape, wide = self.tower_shape, self.tower_shape.hidden_size * self.merge_size**2
-        hidden, patches = shape.hidden_size, (self.square_side // shape.patch_size) ** 2
-        each = hidden * (2 + 2 * self.has_qk_norm - 3 * (not self.has_qkv_bias))
-        layers = shape.num_layer_parameters(norm_bias=not self.uses_rms_norm) + shape.num_layers * each
-        first = (3 * shape.patch_size**2 + 1 + 1 + patches + 1 + 2 * self.has_final_norm) * hidden
-        return layers + first + 2 * wide + (wide + 1 + text_size + 1) * text_size
+    @property
+    def tower_spec(self) -> SquareTowerSpec:
+        names = EncoderWeightNames(
+            word_embeddings="",
+            layer_template=f"{TOWER}.encoder.layer.{{}}",
+            qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+            out="attention.projection_layer",
+            attention_norm="layernorm_before",
+            up=("mlp.fc1",),
+            down="mlp.fc2",
+            mlp_norm="layernorm_after",
+            final_norm=f"{TOWER}.layernorm" if self.has_final_norm else None,
+            layer_scales=("lambda_1", "lambda_2"),
+            qk_norms=("attention.q_norm", "attention.k_norm") if self.has_qk_norm else None,
+        )
+        encoder = replace(
+            pre_norm_encoder_spec(self.tower_shape, names),
+            qkv_bias=self.has_qkv_bias,
+            has_rms_norms=self.uses_rms_norm,
+            norm_bias=not self.uses_rms_norm,
+        )
+        return SquareTowerSpec(
+            encoder=encoder,
+            patch_size=self.tower_shape.patch_size,
+            patches_per_side=self.square_side // self.tower_shape.patch_size,
+            patch_embedding=f"{TOWER}.embeddings.patch_embeddings.projection",
+            position_embedding=f"{TOWER}.embeddings.position_embeddings",
+            class_token=f"{TOWER}.embeddings.cls_token",
+            has_batch_axes=True,
+        )
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        wide = self.tower_shape.hidden_size * self.merge_size**2
+        shapes = self.tower_spec.parameter_shapes() | layer_norm_shapes(f"{PROJECTOR}.layer_norm", wide)
+        return shapes | mlp_projector_shapes(PROJECTOR, wide, text_size, text_size, bias=True)
 
 
 def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.encoder import EncoderSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    PatchMergingVisionSpec,
+    layer_norm_shapes,
+    mlp_projector_shapes,
+    patch_linear_shapes,
+    siglip_tower_spec,
+)
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
-    PatchMergingVisionSpec,
     TokenSpeller,
     VisionConfig,
     choose_nearest_grid,
@@ -26,6 +34,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BILINEAR = 2
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+PATCH_EMBEDDING = f"{TOWER}.embeddings.patch_embedding"
+POSITIONS = f"{TOWER}.embeddings.position_embedding.weight"
 _IMAGE_BEGIN_TOKEN = "<|image_start|>"
 _IMAGE_END_TOKEN = "<|image_end|>"
 _THUMBNAIL_TOKEN = "<|img_thumbnail|>"
@@ -58,15 +69,19 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
             return Lfm2Layout(self, overview_size, 1, 1)
         return Lfm2Layout(self, overview_size, *choose_tile_grid(width, height, self.tile_side, *self.tile_count_range))
 
-    def num_parameters(self, text_size: int) -> int:
-        shape, wide = self.tower_shape, self.tower_shape.hidden_size * self.merge_size**2
-        ends = (3 * shape.patch_size**2 + 1 + self.positions_per_side**2 + 2) * shape.hidden_size
-        linears = (
-            wide * self.projector_hidden_size
-            + self.projector_hidden_size * text_size
-            + self.has_projector_bias * (self.projector_hidden_size + text_size)
-        )
-        return shape.num_layer_parameters() + ends + 2 * wide * self.has_projector_norm + linears
+    @property
+    def encoder_spec(self) -> EncoderSpec:
+        return siglip_tower_spec(self.tower_shape, TOWER, self.positions_per_side).encoder
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden = self.tower_shape.hidden_size
+        wide = hidden * self.merge_size**2
+        shapes = self.encoder_spec.parameter_shapes() | {POSITIONS: (self.positions_per_side**2, hidden)}
+        shapes |= patch_linear_shapes(PATCH_EMBEDDING, hidden, self.tower_shape.patch_size, bias=True)
+        if self.has_projector_norm:
+            shapes |= layer_norm_shapes(f"{PROJECTOR}.layer_norm", wide)
+        inner, bias = self.projector_hidden_size, self.has_projector_bias
+        return shapes | mlp_projector_shapes(PROJECTOR, wide, inner, text_size, bias=bias)
 
 
 def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:

@@ -10,9 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    SquareTowerSpec,
+    SquareTowerVisionSpec,
+    clip_tower_spec,
+    mlp_projector_shapes,
+    siglip_tower_spec,
+)
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
@@ -22,7 +30,6 @@ from quire.engine.families.base.vision.vision_spec import (
     TokenSpeller,
     TowerShape,
     VisionConfig,
-    VisionSpec,
 )
 from quire.engine.families.vision.pixtral import PixtralVisionSpec, pixtral_vision_spec
 
@@ -35,12 +42,13 @@ _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
 """Longest side in pixels of an image that is padded to a square."""
 _MAX_SQUARES = 64
+TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaVisionSpec(VisionSpec):
+class LlavaVisionSpec(SquareTowerVisionSpec):
     tower_kind: TowerKind
     square_side: int
     uses_class_token: bool
@@ -110,13 +118,17 @@ class LlavaVisionSpec(VisionSpec):
         height, width = content.original
         return choose_pinpoint(self.grid_pinpoints, width, height)
 
-    def num_parameters(self, text_size: int) -> int:
-        hidden = self.tower_shape.hidden_size
-        patch = self.tower_shape.patch_size
-        clip = self.tower_kind == "clip"
-        first = 3 * patch**2 * hidden + (3 * hidden if clip else hidden) + (self.patches_per_side**2 + clip) * hidden
-        linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
-        return self.tower_shape.num_layer_parameters() + first + linears + self.has_newline_token * text_size
+    @property
+    def tower_spec(self) -> SquareTowerSpec:
+        if self.tower_kind == "clip":
+            return clip_tower_spec(self.tower_shape, TOWER, self.patches_per_side)
+        return siglip_tower_spec(self.tower_shape, TOWER, self.patches_per_side, final_norm=False)
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden, bias = self.tower_shape.hidden_size, self.has_projector_bias
+        shapes = self.tower_spec.parameter_shapes()
+        shapes |= mlp_projector_shapes(PROJECTOR, hidden, text_size, text_size, bias=bias)
+        return shapes | ({NEWLINE: (text_size,)} if self.has_newline_token else {})
 
 
 @dataclass(frozen=True, slots=True)

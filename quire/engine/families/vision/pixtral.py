@@ -6,16 +6,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    PatchMergingVisionSpec,
+    mlp_projector_shapes,
+    patch_convolution_shapes,
+    pre_norm_encoder_spec,
+)
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
-    PatchMergingVisionSpec,
     TokenSpeller,
     VisionConfig,
 )
@@ -26,6 +34,19 @@ if TYPE_CHECKING:
 _BICUBIC = 3
 _MAX_PATCHES_PER_SIDE = 256
 _LOW_DETAIL_EDGE = 512
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+PATCH_EMBEDDING, FIRST_NORM = f"{TOWER}.patch_conv", f"{TOWER}.ln_pre"
+MERGER_NORM, MERGER = f"{PROJECTOR}.norm", f"{PROJECTOR}.patch_merger.merging_layer"
+_WEIGHT_NAMES = EncoderWeightNames(
+    word_embeddings="",
+    layer_template=f"{TOWER}.transformer.layers.{{}}",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    out="attention.o_proj",
+    attention_norm="attention_norm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    mlp_norm="ffn_norm",
+)
 _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
@@ -50,20 +71,21 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
         return PixtralLayout(self, rows, columns)
 
     @property
-    def has_gated_mlp(self) -> bool:
-        return True
+    def encoder_spec(self) -> EncoderSpec:
+        shape = replace(self.tower_shape, eps=1e-5)
+        plain = pre_norm_encoder_spec(shape, _WEIGHT_NAMES)
+        return replace(plain, has_rms_norms=True, bias=False, norm_bias=False, gated=True)
 
-    def num_parameters(self, text_size: int) -> int:
-        hidden = self.tower_shape.hidden_size
-        first = 3 * self.tower_shape.patch_size**2 * hidden + hidden
-        merger = hidden + self.merge_size**2 * hidden * hidden if self.has_patch_merger else 0
-        linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
-        return (
-            self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
-            + first
-            + merger
-            + linears
-        )
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden, bias = self.tower_shape.hidden_size, self.has_projector_bias
+        shapes = self.encoder_spec.parameter_shapes()
+        shapes |= patch_convolution_shapes(PATCH_EMBEDDING, hidden, self.tower_shape.patch_size, bias=False)
+        norms = {FIRST_NORM: hidden}
+        if self.has_patch_merger:
+            norms[MERGER_NORM] = hidden
+            shapes |= linear_shapes([MERGER], hidden, self.merge_size**2 * hidden)
+        shapes |= norm_shapes(norms, NormSpec(self.merger_norm_eps))
+        return shapes | mlp_projector_shapes(PROJECTOR, hidden, text_size, text_size, bias=bias)
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:

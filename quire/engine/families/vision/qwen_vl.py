@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.tower_spec import (
+    PatchMergingVisionSpec,
+    patch_convolution_shapes,
+    pre_norm_encoder_spec,
+)
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
     InvalidImage,
-    PatchMergingVisionSpec,
     TokenSpeller,
     TowerShape,
     VisionConfig,
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BICUBIC = 3
+PATCH_EMBEDDING, POSITIONS, MERGER = "visual.patch_embed.proj", "visual.pos_embed.weight", "visual.merger"
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_TOKENS = 256
 
@@ -38,7 +46,6 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     min_pixels: int
     """`min_pixels` and `max_pixels` bound the resized image."""
     max_pixels: int
-    output_size: int
     position_table_size: int = 0
     """The table covers a square; 0 without a table."""
     window_side: int = 0
@@ -80,37 +87,72 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         return QwenLayout(self, smart_resize(width, height, self.merged_patch_size, min(self.min_pixels, most), most))
 
     @property
-    def has_gated_mlp(self) -> bool:
-        return self.has_llama_style_layers
+    def encoder_spec(self) -> EncoderSpec:
+        up: tuple[str, ...] = ("mlp.fc1",)
+        down = "mlp.fc2"
+        if self.has_llama_style_layers:
+            up, down = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+        elif self.position_table_size:
+            up, down = ("mlp.linear_fc1",), "mlp.linear_fc2"
+        names = EncoderWeightNames("", "visual.blocks.{}", ("attn.qkv",), "attn.proj", "norm1", up, down, "norm2")
+        spec = pre_norm_encoder_spec(self.tower_shape, names)
+        if self.has_llama_style_layers:
+            spec = replace(spec, has_rms_norms=True, norm_bias=False, gated=True)
+        if self.window_side:
+            has_window = (index not in self.full_attention_layers for index in range(self.tower_shape.num_layers))
+            spec = replace(spec, metadata_groups=tuple(map(int, has_window)))
+        return spec
 
-    def num_parameters(self, text_size: int) -> int:
-        hidden, modern = self.tower_shape.hidden_size, self.has_llama_style_layers
+    @property
+    def deepstack_merger_names(self) -> list[str]:
+        return [f"visual.deepstack_merger_list.{index}" for index in range(len(self.deepstack_layers))]
+
+    @property
+    def merger_layer_names(self) -> tuple[str, str, str]:
+        """Norm, first linear and last linear in a merger."""
+        return ("norm", "linear_fc1", "linear_fc2") if self.position_table_size else ("ln_q", "mlp.0", "mlp.2")
+
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        hidden = self.tower_shape.hidden_size
+        has_positions = bool(self.position_table_size)
+        shapes = self.encoder_spec.parameter_shapes()
+        shapes |= patch_convolution_shapes(
+            PATCH_EMBEDDING,
+            hidden,
+            self.tower_shape.patch_size,
+            bias=has_positions,
+            frames=self.temporal_patch_size,
+        )
+        if has_positions:
+            shapes[POSITIONS] = (self.position_table_size, hidden)
         wide = hidden * self.merge_size**2
-        layers = self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
-        first = (
-            3 * self.temporal_patch_size * self.tower_shape.patch_size**2
-            + bool(self.position_table_size)
-            + self.position_table_size
-        ) * hidden
-        linears = wide * wide + wide + wide * self.output_size + self.output_size
-        norms = (1 if modern else 2) * hidden + len(self.deepstack_layers) * 2 * wide
-        return layers + first + linears * (1 + len(self.deepstack_layers)) + norms
+        shapes |= self._merger_shapes(MERGER, hidden, text_size)
+        for name in self.deepstack_merger_names:
+            shapes |= self._merger_shapes(name, wide, text_size)
+        return shapes
+
+    def _merger_shapes(self, merger: str, norm_size: int, text_size: int) -> ParameterShapes:
+        wide = self.tower_shape.hidden_size * self.merge_size**2
+        norm, first, last = (f"{merger}.{name}" for name in self.merger_layer_names)
+        is_layer_norm = not self.has_llama_style_layers
+        shapes = norm_shapes({norm: norm_size}, NormSpec(1e-6, is_layer_norm=is_layer_norm, bias=is_layer_norm))
+        shapes |= linear_shapes([first], wide, wide, bias=True)
+        return shapes | linear_shapes([last], text_size, wide, bias=True)
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     """embed_dim is the tower's width, hidden_size the text model's."""
     width = config.tower.get("embed_dim") or 1280
-    out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
     ratio = config.tower.get("mlp_ratio") or 4
     shape = replace(shape, hidden_size=width, intermediate_size=int(width * ratio), eps=1e-6)
-    return _base_qwen_vision_spec(config, shape, out)
+    return _base_qwen_vision_spec(config, shape)
 
 
 def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
-    vision = _base_qwen_vision_spec(config, shape, config.tower.get("out_hidden_size") or 3584)
+    vision = _base_qwen_vision_spec(config, shape)
     window = config.tower.get("window_size") or 112
     if window < vision.merged_patch_size:
         raise config.config_error(
@@ -131,7 +173,7 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
-    vision = _base_qwen_vision_spec(config, replace(shape, eps=1e-6), config.tower.get("out_hidden_size") or 3584)
+    vision = _base_qwen_vision_spec(config, replace(shape, eps=1e-6))
     table, deepstack_indexes = (
         config.tower.get("num_position_embeddings") or 2304,
         config.tower.get("deepstack_visual_indexes"),
@@ -159,7 +201,7 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     return replace(vision, position_table_size=table, deepstack_layers=deepstack_layers)
 
 
-def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
+def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape) -> QwenVisionSpec:
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
@@ -179,7 +221,6 @@ def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) ->
         temporal_patch_size=config.tower.get("temporal_patch_size") or 2,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        output_size=out,
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.parameter_shapes import CLIPPED_LINEAR_BOUNDS
 from quire.engine.layers.schemes import QuantizationScheme, TensorSpec, WrappedScheme
 from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import Linear, LinearContext
 
 _LINEAR_PREFIX = "linear."
-_BOUND_NAMES = ("input_min", "input_max", "output_min", "output_max")
 
 
 class ClippedScheme(WrappedScheme):
@@ -25,7 +25,7 @@ class ClippedScheme(WrappedScheme):
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
         inner = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
-        bounds = {name: TensorSpec((), torch.float32) for name in _BOUND_NAMES} if self._has_bounds else {}
+        bounds = {name: TensorSpec((), torch.float32) for name in CLIPPED_LINEAR_BOUNDS} if self._has_bounds else {}
         return {f"{_LINEAR_PREFIX}{name}": stored for name, stored in inner.items()} | bounds
 
     def pack_linears(
@@ -33,7 +33,7 @@ class ClippedScheme(WrappedScheme):
     ) -> Linear:
         groups = list[_LinearsWithSameBounds]()
         for name, tensors in linears.items():
-            bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()
+            bounds = tuple(tensors[each].item() for each in CLIPPED_LINEAR_BOUNDS) if self._has_bounds else ()
             if not groups or groups[-1].bounds != bounds:
                 groups.append(_LinearsWithSameBounds(bounds, {}))
             groups[-1].linears[name] = _tensors_without_linear_prefix(tensors)

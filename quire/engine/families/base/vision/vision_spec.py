@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.engine.architecture.parameter_shapes import ParameterShapes, count_parameters
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.rope_fields import rope_object
@@ -35,13 +36,6 @@ class TowerShape:
     patch_size: int
     activation: str
     eps: float
-
-    def num_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        ups = 2 if gated else 1
-        biases = (4 * hidden + ups * inner + hidden) if bias else 0
-        norms = (4 if norm_bias else 2) * hidden
-        return self.num_layers * (4 * hidden * hidden + (ups + 1) * hidden * inner + biases + norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +123,18 @@ class VisionSpec(ABC):
         """Raises InvalidImage."""
 
     @property
-    def has_gated_mlp(self) -> bool:
-        return False
-
-    @property
+    @abstractmethod
     def num_linear_parameters(self) -> int:
-        """Counts the parameters that --quantization quantizes."""
-        hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
-        return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
+        """Number of parameters that --quantization quantizes."""
 
     @abstractmethod
-    def num_parameters(self, text_size: int) -> int: ...
+    def parameter_shapes(self, text_size: int) -> ParameterShapes:
+        """Keyed by the names that `vision_tensor_name` returns. `text_size` is the text model's hidden size. Raises
+        ModelError for an unsupported activation.
+        """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchMergingVisionSpec(VisionSpec):
-    merge_size: int
-
-    @property
-    def merged_patch_size(self) -> int:
-        return self.tower_shape.patch_size * self.merge_size
+    def num_parameters(self, text_size: int) -> int:
+        return count_parameters(self.parameter_shapes(text_size))
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
