@@ -45,7 +45,7 @@ class EngineCore:
         steps_ahead: int | None = None,
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
-        """`tensors`: weights by checkpoint name, used instead of the model's files. `steps_ahead`: see StepRunner."""
+        """`tensors`: weights by checkpoint name, used instead of the model's files."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
@@ -67,7 +67,6 @@ class EngineCore:
         self._measure_memory = builder.build_memory_meter(self.info)
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Queue a request. The scheduling policy "fcfs" ignores its priority."""
         if self._config.scheduling_policy == "fcfs":
             engine_request = msgspec.structs.replace(engine_request, priority=0)
         self.scheduler.add_request(engine_request)
@@ -111,20 +110,16 @@ class EngineCore:
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run an encoded call on every rank. Raises InvalidRequest for encoders and pipeline stages, which take no
-        calls.
-        """
+        """Raises InvalidRequest for encoders and pipeline stages, which take no calls."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
-        self._heartbeat.begin_step([])  # a hang in the call is detected like a hang in a step
+        self._heartbeat.begin_step([])
         results = self._collective_rpc(content)
         self._heartbeat.end_step()
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Compute log probabilities in a separate forward pass. Raises EngineError if several processes compute the
-        model, InvalidRequest for invalid token ids.
-        """
+        """Raises EngineError if several processes compute the model, InvalidRequest for invalid token ids."""
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by a single process, and this model is divided among several")
         forward = ForwardPass(self.executor.model, self.info.block_size)
@@ -136,7 +131,7 @@ class EngineCore:
         self.scheduler.kv_cache_manager.stop_publishing_events()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
-        """Raises ConfigError if the weights that `config` names do not fit the model."""
+        """Raises ConfigError."""
         if config.weights is not None:
             # The files of the current weights may have been deleted, so only a new path is checked.
             model_files = resolve_model_with_overrides(config)
@@ -144,7 +139,7 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Record of the step whose results the last `step` call returned; None if it returned no step's results."""
+        """None if the last `step` call returned no step's results."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

@@ -41,7 +41,7 @@ _ERROR_LINGER_MS = 30_000
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """The next engine's configuration; None if the engine shall sleep."""
+    """None if the engine shall sleep."""
 
 
 class EngineLetGo(Exception):
@@ -78,7 +78,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Serve the engine until the process ends with its parent. If the engine cannot start, or fails later, return 1."""
+    """If the engine cannot start, or fails later, return 1."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -93,7 +93,7 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
         while True:
             _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
             engine.executor.preload_grammar_compiler()
-            gc.freeze()  # exempt long-lived objects from garbage collection
+            gc.freeze()
             call_id, wanted = _run_until_change(engine, socket)
             engine.shut_down()
             del engine
@@ -121,9 +121,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all waiting messages. While the engine is idle, run warm-ups and wait for a request or an abort. Return a
-    change that a call requests.
-    """
+    """While the engine is idle, run warm-ups and wait for a request or an abort."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -157,9 +155,6 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Wait until a call loads weights. After a failed call, wait again. Return the call's id, the new configuration and
-    the engine.
-    """
     while True:
         call = decode_to_engine(socket.recv())
         if not isinstance(call, UtilityCall):  # ignored, because it was sent before the sleep began
@@ -180,9 +175,7 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """Build an engine with `config`. If that fails, build one with `previous` and return the error. The old engine must
-    have been released. If neither can start, raises the error of `previous`.
-    """
+    """The old engine must have been released."""
     try:
         return config, EngineCore(config, heartbeat), None
     except QuireError as error:

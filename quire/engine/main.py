@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 def block_fault_signals() -> None:
     """Make FAULT_SIGNALS that other processes send wait for `start_fault_signal_reporter`.
 
-    Call this before other threads start, because they inherit the signal mask. A fault of this process itself still
-    ends the process.
+    Call this before other threads start, because they inherit the signal mask.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
-    """Start a thread that reports a fault signal's sender to the parent, and then lets the signal end the process."""
-
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
         # si_code is above 0 if the kernel sent the signal, and at most 0 if a process did (man 2 sigaction).

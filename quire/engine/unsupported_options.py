@@ -24,12 +24,11 @@ class ForeignFlag:
     default_values: tuple[str, ...] = ()
 
     def redundancy_reason(self, value: str) -> str:
-        """Why the flag is redundant with this value; "" if the value would have an effect."""
+        """Empty if the value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -50,13 +49,12 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Why this value of a vLLM option is redundant; "" if it is not. `name` has no leading dashes."""
+    """`name` has no leading dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """True for a server setting that is also an option of vLLM's `LLM`."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
@@ -66,9 +64,7 @@ def flag_aliases() -> Mapping[str, str]:
 
 
 def find_foreign_flag(name: str) -> ForeignFlag | None:
-    """Finds a flag of another program. If the table lists X as a flag without a value, and does not list `no-X`, then
-    `no-X` is harmless.
-    """
+    """If the table lists X as a flag without a value, and does not list `no-X`, then `no-X` is harmless."""
     table = foreign_flags()
     if name in table:
         return table[name]
@@ -79,8 +75,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """Why an option of vLLM's `LLM` changes nothing; "" if Quire has the option, does not know it, or cannot do what
-    the value asks for. The value None asks for nothing. False stands for `--no-…`.
+    """Empty if Quire has the option, does not know it, or cannot do what the value asks for. The value None asks for
+    nothing. False stands for `--no-…`.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -117,7 +113,7 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """A hint for an unknown flag, or "". The names in `known` begin with dashes."""
+    """The names in `known` begin with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 

@@ -55,9 +55,7 @@ machine 0 takes -SIGKILL for another process's kill.
 
 
 def run_worker_node_until_signal(config: EngineConfig) -> int:
-    """Run this machine's ranks. Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this
-    machine cannot join.
-    """
+    """Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this machine cannot join."""
     node = WorkerNode(config)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -80,7 +78,7 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
-    """The ranks of this machine. Setting `stop_event` ends them."""
+    """Setting `stop_event` ends the ranks."""
 
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
         self._config = config
@@ -90,7 +88,6 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Restart the rank's process until stopped, or until a rank cannot join. Then stop the other ranks, too."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -123,8 +120,8 @@ class WorkerNode:
                 end_processes([child], 0.0)  # the process has no state that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """Wait for an assignment. Returns None if stopped or if the process ended. Raises ConfigError if machine 0
-        refuses for good, or if before the first join it does not answer in time or the process ends.
+        """Raises ConfigError if machine 0 refuses for good, or if before the first join it does not answer in time or
+        the process ends.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
@@ -153,9 +150,6 @@ class WorkerNode:
         return None
 
     def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
-        """Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, ConfigError if it refuses for
-        good.
-        """
         config = self._config
         address = config.master_addr, config.master_port
         with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait longer
@@ -180,7 +174,6 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
-        """Return when the process has ended, the node stops or machine 0 is gone. Kill a process that stays stopped."""
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):

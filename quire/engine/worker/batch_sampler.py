@@ -28,7 +28,6 @@ class BatchSampler:
         self._has_greedy_sampling = not is_other_device(slots.device)
 
     def samples_greedily(self, slot_requests: list[SlotRequest]) -> bool:
-        """True if `sample_and_write_greedy` serves all of these requests."""
         return self._has_greedy_sampling and all(each.rules.is_greedy_only for each in slot_requests)
 
     @torch.inference_mode()
@@ -49,7 +48,7 @@ class BatchSampler:
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
 
     def compute_logits_and_finite_flags(self, sample_targets: SampleTargets, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [R, vocab] float32, and for each row whether they are finite."""
+        """Returns logits [R, vocab] float32."""
         if not sample_targets.rows:
             return hidden.new_empty((0, 0)), hidden.new_empty(0, dtype=torch.bool)
         logits = self._model.compute_logits(hidden, sample_targets.linear_context)
@@ -103,5 +102,4 @@ class BatchSampler:
 
 
 def logprob_indices_of(slot_requests: list[SlotRequest]) -> list[int]:
-    """Returns the rows that report log probabilities."""
     return [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]

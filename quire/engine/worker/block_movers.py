@@ -16,8 +16,8 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """Choose the mover for the tensors' device. `identity` names everything that the blocks' bits depend on. `on_claim`
-    receives the ids of blocks that are about to be written; only the host's mover calls it.
+    """`identity` names everything that the blocks' bits depend on. `on_claim` receives the ids of blocks that are about
+    to be written; only the host's mover calls it.
     """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
@@ -95,5 +95,5 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """Returns a view [tensors, blocks, bytes] of the same memory."""
+    """Returns a view [tensors, blocks, bytes]."""
     return tensor.view(torch.uint8).flatten(2)

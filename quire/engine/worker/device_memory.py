@@ -49,7 +49,7 @@ _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError if kv_cache_memory exceeds the memory of the host or of the GPUs."""
+    """Raises ConfigError."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -62,9 +62,8 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Returns the setting kv_cache_memory in bytes. If it is not set, returns the bytes that are left on the device
-    after `step_bytes`, or on a CPU this replica's share of them. Call once weights are loaded. Raises ConfigError if a
-    GPU has none left.
+    """Returns bytes, on a CPU this replica's share. Call once weights are loaded. Raises ConfigError if a GPU has none
+    left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -91,9 +90,8 @@ def kv_budget(
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Returns an upper bound of the tokens in the KV cache. It is known before weights are loaded, and keeps
-    per-position tables from growing with the context length in config.json. `token_bytes`: KV bytes of a token in all
-    layers.
+    """This upper bound is known before weights are loaded, and keeps per-position tables from growing with the context
+    length in config.json. `token_bytes`: KV bytes of a token in all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -141,21 +139,19 @@ def check_context_length(
 class StepReserve(NamedTuple):
     step_bytes: int
     graph_bytes: int = 0
-    """Estimated bytes of CUDA graphs, which are not captured yet."""
+    """An estimate."""
 
 
 class AvailableMemory(NamedTuple):
     kv_bytes: int
     graph_bytes: int
-    """Estimated bytes of CUDA graphs, already subtracted from kv_bytes."""
+    """Already subtracted from kv_bytes."""
 
 
 def measure_available_memory(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> AvailableMemory:
-    """Returns the memory that the KV cache may use. `image_bytes`: a GPU's peak memory while it encodes an image. All
-    GPU ranks must call this at the same time.
-    """
+    """`image_bytes`: a GPU's peak memory while it encodes an image. All GPU ranks must call this at the same time."""
     reserve = find_step_reserve(model, model_config, backend, config)
     reserved = max(reserve.step_bytes, image_bytes) + reserve.graph_bytes + (ENCODER_CACHE_BYTES if image_bytes else 0)
     kv_bytes = kv_budget(config, model.device, reserved, keeps_weights_quantized=backend.keeps_weights_quantized)
@@ -163,7 +159,6 @@ def measure_available_memory(
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> StepReserve:
-    """On a GPU, measures the largest step. On other devices, returns the bytes of the LoRA adapters."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return StepReserve(0)
@@ -177,9 +172,7 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> StepReserve:
-    """Run the largest step on a dummy KV cache. Returns the step's peak memory in bytes, without weights and KV cache,
-    and an estimate for CUDA graphs.
-    """
+    """Run the largest step on a dummy KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -227,9 +220,7 @@ def prefill_metadata(
     groups: int = 1,
     context_shard: ContextShard | None = None,
 ) -> AttentionMetadata:
-    """Describes a step with `seqs` whole prompts of `length` tokens, each in its own blocks. Keys and values of tokens
-    outside `context_shard` go to one extra block.
-    """
+    """Keys and values of tokens outside `context_shard` go to one extra block."""
     blocks_per_seq = -(-length // block_size)
     table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
     positions = torch.arange(length, device=device).repeat(seqs)
@@ -280,7 +271,7 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
     """Stacks tensors of the same shape and dtype as [tensors, blocks, ...], so that one operation covers a block in all
     layers. Device tensors are zeroed, because kernels also read unwritten blocks before a sliding window, with weight
-    0. Host tensors are not zeroed.
+    0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -296,9 +287,7 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """Returns the states of each layer index in the block. Host tensors are not zeroed, because slots are written
-    before they are read.
-    """
+    """Host tensors are not zeroed, because slots are written before they are read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
@@ -334,15 +323,13 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks while the engine is idle. The first touch of a 4 KB page takes a microsecond, or ten on
-    some virtual machines, where that adds up to 7 % of a small model's prefill time.
+    """The first touch of a 4 KB page takes a microsecond, or ten on some virtual machines, where that adds up to 7 % of
+    a small model's prefill time.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._cache_tensors = [cache for layer in kv_cache for cache in layer]
-        self._num_blocks = (
-            len(self._cache_tensors[0]) if self._cache_tensors else 0
-        )  # a pipeline stage may have slot states only
+        self._num_blocks = len(self._cache_tensors[0]) if self._cache_tensors else 0
         self._blocks_per_touch = max(
             _PREFAULT_BYTES // max((cache[0].nbytes for cache in self._cache_tensors), default=1), 1
         )
@@ -372,7 +359,6 @@ class GpuMemory(NamedTuple):
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
-    """Returns None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

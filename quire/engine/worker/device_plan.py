@@ -52,7 +52,6 @@ _KV_DTYPES = {
 _MIN_DRIVERS = {"12": "525", "13": "580"}
 """From NVIDIA's CUDA minor version compatibility table: the oldest driver for each CUDA major version."""
 _FOLLOWER_TRIAL_SECONDS = 60.0
-"""How long a rank other than the first waits for a trial that the first rank left no verdict of."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """Disables AMX in oneDNN. With AMX, a row's bfloat16 product depends on the number of rows (seen for 12 to 32 rows).
 oneDNN reads this setting before its first product.
@@ -60,7 +59,7 @@ oneDNN reads this setting before its first product.
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError if the device cannot compute the model's attention or recurrent layers."""
+    """Raises ConfigError."""
     kind, error = model.model_type, None if device.type == "cpu" else spec.gpu_error
     refuse_setting_if("device", error and f"{error} ({kind}): --device cpu")
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
@@ -72,12 +71,11 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 
 def check_kv_dtype_supports_attention(kv_dtype: torch.dtype, spec: DecoderSpec) -> None:
-    """Raise ConfigError if the KV cache is quantized and the model's attention cannot read it."""
+    """Raises ConfigError."""
     refuse_setting_if("kv_cache_dtype", kv_dtype in QUANTIZED_KV_DTYPES and spec.quantized_kv_error)
 
 
 def configure_cpu(config: EngineConfig) -> None:
-    """Divides CPU threads evenly among the ranks of this machine, and sets oneDNN's instruction set."""
     ranks, threads = config.local_world_size, config.threads
     if threads is None:
         threads = torch.get_num_threads()
@@ -106,15 +104,15 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
-    """Sets a GPU's default max_num_batched_tokens if the user set none. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
         return config
     return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
 def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> torch.device:
-    """Returns `device`. Raises ConfigError if this replica would share its GPU with other replicas. Replicas that have
-    GPUs of their own are started with --device cuda or xpu (client/replica_shares.py).
+    """Raises ConfigError if this replica would share its GPU with other replicas. Replicas that have GPUs of their own
+    are started with --device cuda or xpu.
     """
     is_on_gpu = config.data_parallel_size > 1 and device.type != "cpu"
     refuse_setting_if(
@@ -129,7 +127,7 @@ def refuse_unassigned_replica(config: EngineConfig, device: torch.device) -> tor
 
 
 def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for settings that need a CPU or a CUDA GPU."""
+    """Raises ConfigError."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
@@ -139,7 +137,7 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
     tiers = f"{where}blocks are offloaded only from CPUs and CUDA GPUs so far"
     for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
         refuse_setting_if(name, bool(getattr(config, name)) and tiers)
-    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # Apple's GPUs (MPS) have no float8
+    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():
         eight = str(getattr(config, name)).startswith("fp8")
         refuse_setting_if(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
 
@@ -160,7 +158,7 @@ def nvidia_driver_version(root: Path = Path("/")) -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
             return done.stdout.strip().splitlines()[0]
         except (OSError, subprocess.SubprocessError, IndexError):
-            pass  # no driver
+            pass
     return "of unknown version" if (root / "dev/nvidia0").exists() else None
 
 
@@ -191,7 +189,7 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why the dtype differs from the checkpoint's; None if it does not."""
+    """Why the dtype differs from the checkpoint's."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -216,10 +214,9 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """Returns the dtype, and a note for the user if the dtype is slow or replaces another one for speed. With Quire's
-    CPU kernels, bfloat16 replaces float16, even if the user asked for float16. If the user asked for no dtype, bfloat16
-    replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16 on older GPUs, whose tensor cores support
-    only float16. Raises ConfigError for other dtypes than _DTYPES.
+    """With Quire's CPU kernels, bfloat16 replaces float16, even if the user asked for float16. If the user asked for no
+    dtype, bfloat16 replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16 on older GPUs, whose tensor
+    cores support only float16. Raises ConfigError for other dtypes than _DTYPES.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -234,8 +231,8 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """True for quantized weights in Quire's CPU kernels. They round activations anyway, so a bfloat16 residual stream
-    would cause most of the error. float32 takes 5 to 10 % more time.
+    """They round activations anyway, so a bfloat16 residual stream would cause most of the error. float32 takes 5 to 10
+    % more time.
     """
     if config.dtype != "auto" or not uses_float32_activations(model.raw):  # checked first, to avoid loading kernels
         return False
@@ -243,9 +240,8 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """Returns bfloat16, or float16 if the user chose another backend than Quire's CPU kernels, and a note. On CPUs,
-    float16 takes many times as long as bfloat16. bfloat16 has a wider range but fewer mantissa bits; float32 keeps all
-    bits and takes twice the memory.
+    """On CPUs, float16 takes many times as long as bfloat16. bfloat16 has a wider range but fewer mantissa bits;
+    float32 keeps all bits and takes twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -280,11 +276,11 @@ class DevicePlan:
     eager_prefill_reason: str | None = None
     """Why CUDA graphs contain decodes but no prefills. None on follower ranks, and if graphs contain prefills too."""
     stepwise_recurrence_reason: str | None = None
-    """Why long prompts of recurrent layers are computed token by token, if a trial decided that; otherwise None."""
+    """Why long prompts of recurrent layers are computed token by token."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """Returns a value of the setting kv_cache_dtype; "auto" means the model's dtype."""
+    """ "auto" means the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -298,7 +294,7 @@ def choose_device_plan(
     backend_tried: bool = False,
 ) -> DevicePlan:
     """`progress` is called repeatedly while a child process tries a backend. With `backend_tried`, another rank has
-    tried the backend, so this one does not. Raises ConfigError.
+    tried the backend. Raises ConfigError.
     """
     check_transformers_settings(config, model_config)
     device = choose_device(config)
@@ -339,9 +335,7 @@ def choose_device_plan(
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
-    """Returns a backend that merges the attention of several ranks. Raises ConfigError if the settings forbid decode
-    context parallelism.
-    """
+    """Raises ConfigError if the settings forbid decode context parallelism."""
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -360,7 +354,7 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Returns `spec` with its experts divided among ranks if enable_expert_parallel is set. Raises ConfigError."""
+    """Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(

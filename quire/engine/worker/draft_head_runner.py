@@ -38,7 +38,7 @@ class HiddenStates:
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]; see GraphOutputs."""
+    """Returns [R, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`max_drafts`: the most draft tokens that a step verifies per request, from all drafters. Each request limits
-        how many of them the heads draft.
-        """
+        """`max_drafts`: the most draft tokens that a step verifies per request, from all drafters."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -100,7 +98,7 @@ class DraftHeadRunner:
         hidden_states: HiddenStates,
         inputs: ForwardInputs | None,
     ) -> None:
-        """Compute the head states from which the next tokens are drafted. Call after the sampled tokens are stored."""
+        """Call after the sampled tokens are stored."""
         slots = self._input_batch
         if hidden_states.run_draft_head_graph is not None:
             states = hidden_states.run_draft_head_graph()
@@ -127,13 +125,13 @@ class DraftHeadRunner:
     ) -> Tensor:
         # If a row samples nothing, the token after it may not be stored yet. Its id may then be any number, so ids are
         # clamped.
-        """`token_slots` [T] are the tokens' slots."""
+        """`token_slots` [T]."""
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Returns each row's draft tokens. Rows with outdated states get none."""
+        """Rows with outdated states get none."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index
@@ -142,7 +140,7 @@ class DraftHeadRunner:
         ]
         if not draftable:
             return drafts
-        draftable.sort(key=lambda index: -rows[index].num_drafts)  # longest drafts first
+        draftable.sort(key=lambda index: -rows[index].num_drafts)
         graphs = self.graphs is not None and len(draftable) <= self.graphs.max_rows
         run_draft = self._draft_by_graphs if graphs else self._draft_eagerly
         for tokens in run_draft([rows[index] for index in draftable]).wait_for_copy():
@@ -151,7 +149,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Returns the index of the state before the row's last token, or None if the slot's states are outdated."""
+        """Returns None if the slot's states are outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None

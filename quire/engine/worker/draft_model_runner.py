@@ -108,9 +108,7 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns hidden states [R, hidden], and if a graph samples, tokens and probabilities [2, R]. Several rows of a
-        graph may be tokens of one sequence: see DecodeGraphs.can_run.
-        """
+        """Returns hidden states [R, hidden], and if a graph samples, tokens and probabilities [2, R]."""
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
@@ -136,9 +134,7 @@ class DraftModelRunner:
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launches nothing if there are no graphs, because then there is no scratch block. Kernels then compile at
-        their first use.
-        """
+        """Launches nothing if there are no graphs, because then there is no scratch block."""
         if self.graphs is not None:
             launch_kernel_variants(self._model, self._kv_cache, self._input_batch, step_tokens)
 

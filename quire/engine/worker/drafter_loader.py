@@ -14,7 +14,7 @@ from quire.kernels.backend import Backend
 def load_drafter(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, progress: Callable[[], None], model: Decoder
 ) -> LoadedDrafter | None:
-    """Returns None if no drafter with weights is configured. Raises ConfigError."""
+    """Raises ConfigError."""
     if (speculative := config.speculative_config) is None or not speculative.has_weights:
         return None
     if speculative.uses_hidden_states:

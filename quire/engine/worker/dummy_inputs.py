@@ -14,7 +14,7 @@ def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
 
 
 def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
-    """Returns the inputs of a step that computes the last `queries` of `context` tokens in each of `seqs` sequences."""
+    """Each of `seqs` sequences computes the last `queries` of `context` tokens."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size
     positions = torch.arange(context - queries, context, device=device).repeat(seqs)

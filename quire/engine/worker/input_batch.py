@@ -41,7 +41,7 @@ class SampleTargets:
     """[R]: each position's row."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, each the number of tokens before the sampled one
-    device_slots: Tensor  # slots and positions on the device
+    device_slots: Tensor
     device_positions: Tensor
     linear_context: LinearContext
 
@@ -56,9 +56,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """The slots' requests, token ids and block tables. Token ids stay on the device, because the host has not seen all
-    of them.
-    """
+    """Token ids stay on the device, because the host has not seen all of them."""
 
     def __init__(
         self,
@@ -72,9 +70,8 @@ class InputBatch:
         slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
-        """`scratch_block`: the block of an additional slot, `scratch_slot`, which `graph_decode_inputs` needs.
-        `num_groups`: the number of KV cache groups; their blocks are interleaved in the block table. `context_shard`:
-        the tokens that this rank stores, by default all.
+        """`scratch_block`: the block of an additional slot, `scratch_slot`, which `graph_decode_inputs` needs. The
+        blocks of KV cache groups are interleaved in the block table.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -104,9 +101,8 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """None if no graph needs state lengths."""
         self._rope_offsets: Tensor | None = None
-        """[slots + 1] int64; None until an offset is set."""
+        """[slots + 1] int64."""
         if scratch_block is not None:
             if self.tracks_recurrent_state_lengths:
                 self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -130,7 +126,7 @@ class InputBatch:
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """`slots` and `positions` are [T] int64. Returns None if no slot has ever had an offset."""
+        """`slots` and `positions` are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -183,8 +179,8 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """Records the state lengths after the step. Returns False, and records nothing, if one of the slots has no
-        recorded length because its request is new. No graph can run such a step.
+        """Returns False, and records nothing, if one of the slots has no recorded length because its request is new. No
+        graph can run such a step.
         """
         if not self.tracks_recurrent_state_lengths:
             return True
@@ -195,13 +191,12 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
-        """Returns [rows] bool, True where the state length is recorded."""
+        """Returns [rows] bool."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens each state has seen so far. After the step, each state has seen `num_known` tokens."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -407,9 +402,6 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """Returns the counts of StateAndVerifiedCounts, or () if neither this step nor the previous one has draft
-        tokens.
-        """
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
@@ -420,7 +412,6 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """Puts 0 before each array [rows]; returns [number of arrays, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each
@@ -428,9 +419,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """Returns a value for each sample. A row's last sample gets the row's value in `ends`; the samples before it get
-    the integers directly below.
-    """
+    """A row's last sample gets the row's value in `ends`; the samples before it get the integers directly below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

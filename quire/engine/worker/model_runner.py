@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_LOGIT_ROWS = 256
-"""Logits are computed for at most this many rows at once. A row takes 600 KB if the vocabulary has 150,000 tokens."""
+"""A row takes 600 KB if the vocabulary has 150,000 tokens."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
 """Lengths in tokens."""
@@ -201,7 +201,7 @@ class ModelRunner:
             self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
 
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
-        """Copy blocks and slot states. The copies read what earlier steps computed."""
+        """The copies read what earlier steps computed."""
         for copy in scheduler_output.block_copies:
             copy_block_prefix(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
             if self._draft_heads is not None:
@@ -269,7 +269,6 @@ class ModelRunner:
         chunks: list[PromptLogprobTargets],
         tensors: list[Tensor],
     ) -> PendingStep:
-        """Launches what follows sampling: updates of draft heads, and the download of `tensors` (see PendingStep)."""
         batch, sample_targets = prepared.scheduler_output, prepared.sample_targets
         if self._draft_heads is not None:
             self._draft_heads.update_states(batch, sample_targets, hidden, prepared.inputs)

@@ -45,15 +45,14 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""Keyed by the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step. `sampled_rows`: rows, and the requests in their slots at launch. `download`, in this order: the
-    sampled tokens; logprob_tensors for `logprob_indices`; logprob_tensors for each of `prompt_chunks`; the vectors of
-    those `pooled_rows` that are finished.
+    """`sampled_rows`: rows, and the requests in their slots at launch. `download`, in this order: the sampled tokens;
+    logprob_tensors for `logprob_indices`; logprob_tensors for each of `prompt_chunks`; the vectors of those
+    `pooled_rows` that are finished.
     """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]

@@ -12,13 +12,12 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
 _MIN_MAX_ROUNDS = (3, 32)
-"""Minimum and maximum number of rounds. After the minimum, the measurement ends once _MAX_SECONDS are over."""
 _MAX_SECONDS = 0.1
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
-    """Returns (tokens, seconds) of steps that sample after each token, or nothing without speculative decoding.
-    Overwrites the first KV blocks, which must be unused.
+    """Returns (tokens, seconds) of steps that sample after each token. Overwrites the first KV blocks, which must be
+    unused.
     """
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []

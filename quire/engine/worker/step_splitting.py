@@ -35,7 +35,7 @@ class StepSplitter:
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
-        """Steps of more tokens are split before they are computed. None: no limit."""
+        """Steps of more tokens are split before they are computed."""
         self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
@@ -137,7 +137,6 @@ def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], 
 
 
 def split_row(row: ScheduledRequest, count: int) -> tuple[ScheduledRequest, ScheduledRequest]:
-    """The first part gets `count` tokens and samples nothing."""
     replace = msgspec.structs.replace
     return (
         replace(row, num_tokens=count, should_sample=False, draft_token_ids=[]),

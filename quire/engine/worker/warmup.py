@@ -30,9 +30,8 @@ def warm_up_runner(
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupResult:
-    """On a GPU, compile all kernels, however long it takes, and warm the sampler and short prompts. Then capture
-    graphs, decodes first, until `seconds` are over. The remaining graphs are captured in idle moments. Does nothing
-    without graphs; if `seconds` is 0, captures all graphs in idle moments and compiles nothing.
+    """`seconds` limits the capture of graphs, decodes first, and not the compilation of kernels. The remaining graphs
+    are captured in idle moments. If `seconds` is 0, nothing is compiled.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return WarmupResult([])
@@ -74,9 +73,8 @@ def warm_up_runner(
 
 
 def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
-    """Returns the bytes of captured graphs, plus an estimate for missing ones. A pool's first graph takes the pool's
-    buffers, so a missing graph counts as the median of the later graphs. The median ignores most memory that other
-    programs take meanwhile.
+    """A pool's first graph takes the pool's buffers, so a missing graph counts as the median of the later graphs. The
+    median ignores most memory that other programs take meanwhile.
     """
     if not captured:
         return 0
@@ -87,7 +85,7 @@ def total_graph_bytes(captured: Sequence[int], num_missing: int) -> int:
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """Returns notes. A kernel that fails here may work when a step needs it. If not, that step explains the error."""
+    """A kernel that fails here may work when a step needs it. If not, that step explains the error."""
     if find_spec("triton") is None:
         return []
     began = clock()

@@ -41,9 +41,8 @@ _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Write a quantized copy of the checkpoint to the new folder `out`, and return a summary for people. Keeps one
-    tensor and its quantized result in memory at a time. Raises ModelError and OSError, and in both cases does not
-    create `out`.
+    """Keeps one tensor and its quantized result in memory at a time. Raises ModelError and OSError, and in both cases
+    does not create `out`.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -102,7 +101,6 @@ def _write_quantized_shard(
     target_format: QuantizedFormat,
     smoother: Smoothing | None,
 ) -> int:
-    """Returns the number of quantized linears."""
     linears = 0
     tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
     with SafetensorsFileWriter(out, tensors) as file:
@@ -129,9 +127,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """Returns names of linears, or patterns for them. lm_head is always among them, even if it is tied, because other
-    programs treat it as a linear of its own.
-    """
+    """Lm_head is always among them, even if it is tied, because other programs treat it as a linear of its own."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)
@@ -170,7 +166,7 @@ def main(model: str, out: str, name: str, strength: str | None = None) -> int:
     except QuireError as error:
         print(f"quire quantize: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # such as a full disk
+    except OSError as error:
         print(f"quire quantize: OUT: {error.filename or out}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

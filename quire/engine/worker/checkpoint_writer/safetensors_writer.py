@@ -14,7 +14,7 @@ from quire.engine.common.safetensors_dtypes import DTYPE_BYTES
 
 
 class SafetensorsFileWriter:
-    """A context manager. Each tensor is written once, in any order. Methods raise OSError."""
+    """Each tensor is written once, in any order. Methods raise OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """`tensors`: the safetensors dtype and shape of each tensor, by its name."""

@@ -144,7 +144,6 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
 
 
 def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")
         if kind == "weight" and tensor.is_floating_point():

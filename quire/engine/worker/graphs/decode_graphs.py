@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps. One launch replaces a few hundred kernel launches, so the GPU never waits for Python.
 
 A graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Padding
-rows use a scratch slot. With LoRA, the rows of some graphs also have adapter slots. All graphs of a size share buffers.
-Separate graphs sample greedily, and run draft heads once the sampled tokens are stored.
+rows use a scratch slot. All graphs of a size share buffers. Separate graphs sample greedily, and run draft heads once
+the sampled tokens are stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SampleFunction = Callable[[Tensor, Tensor], Tensor]
 tokens and their probabilities, [2, B].
 """
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""Maps (rows, hidden states, max blocks) to [B, ...]. Runs once sampled tokens are stored."""
+"""Maps (rows, hidden states, max blocks) to [B, ...]."""
 MAX_SAMPLE_ROWS = 64
 """Larger batches sample eagerly, because their logits take much memory and launches no longer dominate their time."""
 
@@ -63,15 +63,11 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Returns the graphs' numbers of rows, ascending. The largest graph has a row for every slot, if a graph can be so
-    large.
-    """
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Returns the number of blocks in each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -105,9 +101,7 @@ class DecodeGraphs:
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """Returns True if the step fits in a graph and samples at every token. Draft tokens may be rows of their own,
-        because each layer stores all keys and values before it attends.
-        """
+        """Draft tokens may be rows of their own, because each layer stores all keys and values before it attends."""
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows
             and not scheduler_output.has_prefill
@@ -167,13 +161,10 @@ class DecodeGraphs:
 
     @property
     def num_missing(self) -> int:
-        """Counts the graphs that are still to be captured. Failed captures do not count, because
-        they are not retried.
-        """
+        """Failed captures do not count, because they are not retried."""
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """Returns None if the capture failed. Captures with rows of the scratch slot."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)

@@ -44,9 +44,7 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """`advance` is None if all draft tokens come from one state. `num_samplers`: the number of samplers; draft
-        token n uses sampler n, or the last one.
-        """
+        """`advance` is None if all draft tokens come from one state. Draft token n uses sampler n, or the last one."""
         self._sample = sample
         self._advance = advance
         self._input_batch = slots
@@ -60,7 +58,7 @@ class DraftHeadGraphs:
         return self._sizes[-1]
 
     def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """Copies `rows` [4, B] int64 to the buffer that the next graphs read. Returns the buffer's first B columns."""
+        """Copies `rows` [4, B] int64 to the buffer that the next graphs read."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
@@ -69,7 +67,7 @@ class DraftHeadGraphs:
         return self._row_buffers[size][:, :count]
 
     def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
-        """Returns draft tokens [B] int64 for the uploaded rows, or None if no graph can sample them."""
+        """Returns [B] int64 for the uploaded rows."""
         size = self._graph_size(count)
         graph = (
             self._get_or_capture_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
@@ -100,9 +98,6 @@ class DraftHeadGraphs:
 
     @property
     def num_missing(self) -> int:
-        """Counts the graphs that are still to be captured. Failed captures do not count, because
-        they are not retried.
-        """
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _graph_keys(self) -> Iterator[_GraphKey]:
@@ -114,7 +109,6 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """Returns None if the capture failed. Captures with rows of the scratch slot."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

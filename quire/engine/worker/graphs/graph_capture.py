@@ -25,14 +25,14 @@ class CapturedGraph:
     output: Tensor
 
     def replay_rows(self, count: int) -> Tensor:
-        """Returns the first `count` rows of the output. The next graph may overwrite them."""
+        """The next graph may overwrite the rows."""
         self.replay()
         return self.output[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """Results of a step, in tensors that the next step overwrites."""
+    """The next step overwrites these tensors."""
 
     sample_hidden: Tensor  # [R, width]
     all_hidden: Tensor | None  # [T, width] in batch order; None if not needed
@@ -43,12 +43,11 @@ class GraphOutputs:
 
 
 class GraphSet(Generic[GraphKey]):
-    """CUDA graphs by key. All ranks capture in the same order, and no rank uses a graph that failed on any rank.
-    Otherwise ranks might wait forever for each other's collectives.
+    """All ranks capture in the same order, and no rank uses a graph that failed on any rank. Otherwise ranks might wait
+    forever for each other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: the ranks that capture the same graphs; None if only this rank does."""
         self._capture = capture
         self._device = device
         self._group = group
@@ -61,12 +60,11 @@ class GraphSet(Generic[GraphKey]):
         self._num_rows: dict[GraphKey, int] = {}
 
     def __contains__(self, kind: GraphKey) -> bool:
-        """True if the graph was captured, and also if its capture failed."""
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Capture the graph, or record why that failed. A failure is not retried, because memory would still be short
-        and an attempt takes the time of a step. Raises ConfigError if other ranks may hang.
+        """A failure is not retried, because memory would still be short and an attempt takes the time of a step. Raises
+        ConfigError if other ranks may hang.
         """
         assert key not in self
         captured = None
@@ -101,7 +99,7 @@ class GraphSet(Generic[GraphKey]):
 
     def drop_graph(self, key: GraphKey) -> None:
         """Free the driver's memory of a captured graph, which CUDA does after the graph's last run. The pool that it
-        shares with other graphs stays. Does nothing if the graph was not captured.
+        shares with other graphs stays.
         """
         self.graphs.pop(key, None)
 
@@ -117,7 +115,7 @@ class CudaGraphCapture:
     """Captures graphs that share one memory pool, so no two of them may run at the same time."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Failed graphs. They are kept, because PyTorch's allocator still queries them about memory."""
+    """Failed graphs are kept, because PyTorch's allocator still queries them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
         self._allocator = allocator

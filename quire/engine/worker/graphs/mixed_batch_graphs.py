@@ -2,15 +2,12 @@
 
 A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding consists of valid work on the
 scratch slot: decodes, and prefill sequences that take all remaining tokens. So no sequence is empty and every token
-belongs to a sequence, as some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use
-the ragged kernel with the maximum length (kernels/gpu/prefill_decode_split.py).
+belongs to a sequence, as some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47).
 
 vLLM has piecewise graphs, one set for each number of tokens, and runs attention between the pieces. That needs fewer
 graphs, but launching attention from the host takes most of a small step's time.
 
-After a step has first asked for a graph, the graph is captured in an idle moment, or when a second step asks for it. If
-there are MAX_MIXED_GRAPHS already, the new graph replaces the least recently used one, unless MIN_IDLE_STEPS forbids
-it.
+After a step has first asked for a graph, the graph is captured in an idle moment, or when a second step asks for it.
 """
 
 from __future__ import annotations
@@ -117,7 +114,6 @@ class MixedBatchGraphs:
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
     def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
-        """Returns None if the step must run eagerly."""
         rows = scheduler_output.scheduled_requests
         if len(rows) > MIXED_GRAPH_DECODE_SIZES[-1] + NUM_PREFILL_ROWS - 1:
             return None
@@ -169,7 +165,6 @@ class MixedBatchGraphs:
 
     @property
     def _has_room(self) -> bool:
-        """True if another graph may be captured, perhaps in place of one that was not used for a while."""
         if len(self.graph_set.graphs) < MAX_MIXED_GRAPHS:
             return True
         least_recent_use = next(iter(self._last_uses.values()))
@@ -187,7 +182,6 @@ class MixedBatchGraphs:
 
     @property
     def num_missing(self) -> int:
-        """The number of graphs that may still be captured without replacing others."""
         return max(MAX_MIXED_GRAPHS - len(self.graph_set.graphs), 0)
 
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
@@ -248,9 +242,7 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
-        """Returns inputs that are all padding, with room for `num_chunks` chunks that have `num_tokens` tokens in
-        total.
-        """
+        """Leaves room for `num_chunks` chunks that have `num_tokens` tokens in total."""
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),
@@ -312,6 +304,5 @@ def _replay_and_select(graph: CapturedGraph, indices: Tensor) -> Tensor:
 
 
 def prefill_size_of(num_tokens: int) -> int:
-    """Return the smallest prefill size of a graph for a step of so many prompt tokens, or the largest size."""
     padded = num_tokens + NUM_PREFILL_ROWS - 1
     return next((size for size in MIXED_GRAPH_PREFILL_SIZES if size >= padded), padded)

@@ -28,7 +28,6 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
-        """Returns None until the image is fully encoded."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -51,13 +50,11 @@ class ImageEncoderCache:
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """Limit for the features of all cached images. The image that was stored last is kept even if its features
-        alone are larger.
-        """
+        """The image that was stored last is kept even if its features alone are larger."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """Encodings in progress, by slot. Several slots may share one."""
+        """Several slots may share an encoding."""
         self.num_encoded = 0
 
     def run_scheduled_encoder_chunks(
@@ -88,7 +85,6 @@ class ImageEncoderCache:
     def gather_features(
         self, rows: Iterable[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> MediaEmbeddings | None:
-        """Returns None if the rows have no image tokens."""
         token_indices: list[np.ndarray] = []
         values: list[Tensor] = []
         begin = 0
@@ -150,9 +146,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """Returns a blank square image of `side` pixels. If the layout splits it, returns the part with
-    the most patches.
-    """
+    """If the layout splits the image, returns the part with the most patches."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

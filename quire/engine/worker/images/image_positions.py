@@ -73,7 +73,7 @@ class ImagePositions:
         return cached[1]
 
     def _scheduled_token_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
-        """Returns [num_tokens, 3] int64, or None if the request has no images or the family has no mRoPE."""
+        """Returns [num_tokens, 3] int64."""
         if not new_request.spans:
             return None
         table, end = self._coordinate_table(new_request), row.start + row.num_tokens

@@ -51,9 +51,7 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """Loads a decoder's vision tower. Later pipeline stages get only image positions. Raises ModelError for missing or
-    misshapen weights.
-    """
+    """Later pipeline stages get only image positions. Raises ModelError."""
     vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -87,7 +85,7 @@ def load_vector_tower(
     device: torch.device,
     progress: Callable[[], None],
 ) -> LoadedTower:
-    """Loads a dual encoder's vision tower. Raises ModelError."""
+    """Raises ModelError."""
     vision = read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -128,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns why `backend` cannot encode images, or None if it can. Call only for devices other than CPUs."""
+    """Call only for devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)
@@ -138,7 +136,6 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
-    """Returns why images are not served, or None if they are."""
     device = chosen.device
     if (
         device.type != "cpu"

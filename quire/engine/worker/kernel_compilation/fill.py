@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """Returns the variants that the model launches in bfloat16. Runs the model on meta tensors."""
+    """Runs the model on meta tensors."""
     backend = TritonBackend()
     backend.passed_chunk_trial = True  # a start whose trial fails leaves these variants unused
     dtype = torch.bfloat16

@@ -19,7 +19,7 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Longest wait for another process that compiles kernels. Afterwards this process compiles the kernels too."""
+"""Afterwards this process compiles the kernels too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise an error if they cannot write to these folders. If the variables are unset, they
@@ -28,8 +28,8 @@ use the temporary folder.
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """If Triton's cache is not writable, use a folder of this user in the temporary folder and return a note; otherwise
-    return None. Call before Triton compiles. Raises ConfigError.
+    """If Triton's cache is not writable, use a folder of this user in the temporary folder and return a note. Call
+    before Triton compiles. Raises ConfigError.
     """
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
@@ -53,9 +53,8 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once.
-    `progress` is called repeatedly during the wait. The wait ends after `seconds`; on file systems without locks, no
-    process waits.
+    """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once. On
+    file systems without locks, no process waits.
     """
     lock: int | None = None
     with suppress(OSError):

@@ -34,7 +34,7 @@ def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int
 
 @torch.inference_mode()
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
-    """Launch the kernels of steps of up to `step_tokens` tokens, on the scratch block. A dry run computes nothing."""
+    """Uses the scratch block. A dry run computes nothing."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step_inputs(slots, *shape)
@@ -78,7 +78,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """Returns variants of the inputs: as full prompts (for MLA), and with draft tokens (for recurrent states)."""
+    """Full prompts are variants for MLA, and draft tokens for recurrent states."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()

@@ -39,8 +39,8 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`weight_mapper` is None if the checkpoint's names are the model's names. `max_cached`: the number of adapters
-        cached on the host, including those in slots.
+        """`weight_mapper` is None if the checkpoint's names are the model's names. `max_cached` includes the adapters
+        in slots.
         """
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
@@ -130,7 +130,7 @@ def read_lora_weights(
 def make_adapter_slots(
     config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device
 ) -> AdapterManager | None:
-    """Returns None if LoRA is disabled. Raises ConfigError."""
+    """Raises ConfigError."""
     if not config.enable_lora:
         return None
     refuse_setting_if(

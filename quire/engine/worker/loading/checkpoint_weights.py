@@ -43,9 +43,8 @@ def open_weights(
     tensors: NamedTensors | None = None,
     mtp: MTPTensorNames | None = None,
 ) -> CheckpointWeights:
-    """If given, `tensors` replace the files' weights. Dummy weights ignore the checkpoint's quantization; only online
-    quantization applies to them. Raises ConfigError for settings that contradict the checkpoint's quantization, and for
-    `tensors` with a GGUF file.
+    """Dummy weights ignore the checkpoint's quantization; only online quantization applies to them. Raises
+    ConfigError.
     """
     quantization_config = model_config.raw.get("quantization_config") or {}
     if tensors is not None and not path.is_dir():
@@ -96,9 +95,6 @@ def open_weights(
 
 
 def _check_quantization(config: EngineConfig, method: str | None) -> None:
-    """Raise ConfigError if the settings contradict `method`, the checkpoint's own quantization
-    (None: not quantized).
-    """
     if config.online_quantization is not None and method is not None:
         message = (
             f"quantization: {config.online_quantization} was given, but the checkpoint's weights are {method} already"

@@ -19,9 +19,7 @@ _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
-    """Returns logs of decay rates. GGUF files store the negated rates. Raises ModelError if a stored number is not
-    negative.
-    """
+    """GGUF files store the negated rates. Raises ModelError."""
     if not bool((rows < 0).all()):
         raise ModelError(f"model: {name}: expected numbers below 0")
     return (-rows.float()).log()

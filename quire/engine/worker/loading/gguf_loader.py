@@ -43,8 +43,8 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
 
 
 def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float]:
-    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Omits
-    linears without a stored factor. Raises ModelError.
+    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Raises
+    ModelError.
     """
     scales = dict[str, float]()
     for stored_name, stored in header.tensors.items():
@@ -61,7 +61,7 @@ def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float
 
 
 def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTensor]]:
-    """Omits the scales of NVFP4 weights. `input_scale` is for activations, whose scales Quire computes itself."""
+    """`input_scale` is for activations, whose scales Quire computes itself."""
     for name, tensor in header.tensors.items():
         stem, _, suffix = name.rpartition(".")
         weight = header.tensors.get(f"{stem}.weight")
@@ -70,15 +70,13 @@ def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTenso
 
 
 def _split_fused_names(names: list[str]) -> list[str]:
-    """Replaces in_proj_ba, in which Qwen3-Next fuses two linears, by the names of the two."""
+    """Qwen3-Next fuses two linears in in_proj_ba."""
     parts = [[name.replace("in_proj_ba", f"in_proj_{each}") for each in "ba"] for name in names if "in_proj_ba" in name]
     return parts[0] if parts else names
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """Returns the tensor's name and False, or the names of all experts' parts and True. The list is empty if the tensor
-    is not used. Raises ModelError.
-    """
+    """Returns the tensor's name and False, or the names of all experts' parts and True."""
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
@@ -124,7 +122,6 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
-    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)
@@ -137,7 +134,6 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
-    """Yields the joined tensor once both halves are read. The first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:
@@ -155,7 +151,7 @@ def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Te
 
 
 def undo_rope_permutation(name: str, rows: Tensor, heads: int) -> Tensor:
-    """Restores the checkpoint's row order; GGUF files interleave the two halves of each head."""
+    """GGUF files interleave the two halves of each head."""
     if not rows.ndim or rows.shape[0] % (2 * heads):
         raise ModelError(f"model: {name} has the shape {list(rows.shape)}, whose rows are not {heads} heads")
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
@@ -177,9 +173,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the number of bytes read, which is less than requested at the end of the file. One system call reads at
-    most 2 GiB.
-    """
+    """One system call reads at most 2 GiB."""
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

@@ -17,7 +17,6 @@ from quire.kernels.probes.backend_probe import GraphCapture
 @dataclass(frozen=True, slots=True)
 class RunnerResources:
     capture: GraphCapture | None
-    """None if no graphs are captured."""
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None

@@ -20,9 +20,7 @@ _MAX_SCALES = 2**16
 
 
 def read_kv_scales(path: Path) -> dict[str, KVScales]:
-    """Returns scales by layer name. If a layer has per-head scales, the largest is used. Raises ModelError, which names
-    the invalid tensor.
-    """
+    """Returns scales by layer name. If a layer has per-head scales, the largest is used. Raises ModelError."""
     scales_by_layer: dict[int, dict[str, float]] = {}
     for shard in find_weight_files(path) if path.is_dir() else ():
         for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):
@@ -50,7 +48,6 @@ def _check_scale(name: str, scale: float) -> float:
 
 
 def read_fp8_kv_scales(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
-    """Returns scales by layer name. The result is empty if the KV cache is not float8 or no checkpoint is read."""
     if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
         return {}
     return read_kv_scales(path)

@@ -34,7 +34,7 @@ def load_model(
     tensors: NamedTensors | None = None,
     part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
-    """If given, `tensors` replace the files' weights. Raises ConfigError."""
+    """Raises ConfigError."""
     stored = resolve_weights(config)
     device = chosen.device
     dtype = chosen.dtype

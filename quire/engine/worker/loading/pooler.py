@@ -21,7 +21,6 @@ from quire.kernels.backend import Backend
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
-    """Returns None if the model's only task is to generate."""
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
@@ -32,9 +31,7 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
 def choose_pooler_head(
     model: Decoder, pooling: PoolingConfig, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
-    """Returns `head`, or if classifier_from_token is set, a function that computes the difference of two tokens'
-    logits. Raises ConfigError for an unknown token.
-    """
+    """Raises ConfigError for an unknown token."""
     if pooling.classifier_tokens is None:
         return head
     to_id = tokenizer().backend.token_to_id

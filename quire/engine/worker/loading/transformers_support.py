@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Lengths of the trial's prompts, in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""By dtype, the largest difference that rounding explains, in standard deviations of the logits. Other dtypes use
-_DEFAULT_MAX_DEVIATION.
-"""
+"""By dtype, the largest difference that rounding explains, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """Imports transformers only when needed, because the import takes seconds."""
+    """The import takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -40,7 +37,7 @@ def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for settings that models of transformers' classes do not support."""
+    """Raises ConfigError."""
     if model.transformers_config is None:
         return
     speculative = config.speculative_config
@@ -56,17 +53,15 @@ def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> Non
 
 
 def transformers_description_suffix(model: Decoder) -> str:
-    """Returns the name and version of transformers' class, or "" without one. Another class may
-    produce other tokens.
-    """
+    """Another class may produce other tokens."""
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Returns whether results are independent of the batch, and notes for the user. Raises ConfigError if
-    --deterministic requires independence that the model lacks, and ModelError as is_batch_invariant does.
+    """Raises ConfigError if --deterministic requires independence that the model lacks, and ModelError as
+    is_batch_invariant does.
     """
     if not model.transformers_class:
         return batch_invariant, []
@@ -132,9 +127,7 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Returns steps of (row, start, count). Sequence n starts at step n and takes three steps. A final step
-        computes all sequences' last tokens.
-        """
+        """Returns steps of (row, start, count). Sequence n starts at step n and takes three steps."""
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]

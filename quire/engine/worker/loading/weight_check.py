@@ -45,7 +45,7 @@ class ExpectedWeights:
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Return a copy without references to the model. The copy's weight loaders discard tensors."""
+        """The copy's weight loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()
@@ -54,7 +54,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raises ModelError unless the new weights fit the served model."""
+    """Raises ModelError."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -77,7 +77,7 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
 
 
 def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raises ModelError if configs or file formats differ."""
+    """Raises ModelError."""
     if path.is_dir() != served_path.is_dir():
         kinds = "safetensors", "GGUF"
         raise ModelError(
@@ -92,9 +92,7 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """With `quantized`, also compares quantization_config. GGUF files lack it, because each of their tensors has a
-    type.
-    """
+    """GGUF files lack quantization_config, because each of their tensors has a type."""
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"

@@ -28,9 +28,9 @@ _MAX_NAMES = 8
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Returns the number of bytes loaded. Raises ModelError for missing, unexpected or misshapen tensors. Also raises
-    it for infinity or NaN in the output head or, if `require_finite`, in any tensor. NaN in other tensors spreads to
-    whole rows of logits, so their requests fail. NaN in the head spoils single logits, which no step would notice.
+    """Raises ModelError for missing, unexpected or misshapen tensors. Also raises it for infinity or NaN in the output
+    head or, if `require_finite`, in any tensor. NaN in other tensors spreads to whole rows of logits, so their requests
+    fail. NaN in the head spoils single logits, which no step would notice.
     """
     missing, head_name = dict(table), _HEAD_NAME if _HEAD_NAME in table else _EMBEDDING_NAME
     left_over = []
@@ -63,8 +63,8 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """If the model ties its head to the embedding, a stored head replaces a missing embedding. If both are stored, the
-    head is dropped. Raises ModelError if head and embedding differ, which may happen in replacement weights.
+    """If the model ties its head to the embedding, a stored head replaces a missing embedding. Raises ModelError if
+    head and embedding differ, which may happen in replacement weights.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
@@ -89,8 +89,8 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers are finite, in a tenth of the time of torch.isfinite. 8-bit floats and integers count
-    as finite, because their scales are checked instead.
+    """Torch.isfinite takes ten times as long. 8-bit floats and integers count as finite, because their scales are
+    checked instead.
     """
     return (
         not _is_castable_float(tensor.dtype)
@@ -105,7 +105,6 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """Skips tensors for which `name_of` returns None."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
@@ -120,7 +119,7 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """Raise ModelError for missing shards."""
+    """Raises ModelError."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -129,9 +128,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Add or remove a prefix, because models may be saved alone or within other models. Drop tensors that the table
-    lacks and whose names start with one of `unused`.
-    """
+    """Add or remove a prefix, because models may be saved alone or within other models."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -172,7 +169,7 @@ def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: 
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Returns tensors by name, memory-mapped if PyTorch 1.6 or later saved the file. Raises ModelError."""
+    """The tensors are memory-mapped if PyTorch 1.6 or later saved the file. Raises ModelError."""
     with open_required(file) as opened:
         can_map = zipfile.is_zipfile(opened)
     try:
@@ -185,7 +182,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Yields random tensors. Matrices have variance 1 / fan-in; vectors are near 1, and biases near 0."""
+    """Matrices have variance 1 / fan-in; vectors are near 1, and biases near 0."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

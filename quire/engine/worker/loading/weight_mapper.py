@@ -33,9 +33,7 @@ class _OutputSlice:
     num_outputs: int
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
-        """Returns this slice of `tensor`. One element may stand for several outputs; raises ModelError if the slice
-        would split such an element.
-        """
+        """One element may stand for several outputs; raises ModelError if the slice would split such an element."""
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
         unit = self.num_outputs // tensor.shape[axis]
@@ -142,9 +140,7 @@ class WeightMapper:
         ]
 
     def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """Returns slices of adjacent outputs, in the order of `module_names`. In a fused delta net, linears are
-        interleaved by key head instead.
-        """
+        """In a fused delta net, linears are interleaved by key head instead."""
         spec = decoder_spec(self._config)
         if (sizes := _find_linear_sizes(spec, module_names)) is None:
             return [None] * len(module_names)  # loading reports that no layer has this module
@@ -155,12 +151,10 @@ class WeightMapper:
         return [_OutputSlice(part.flatten(), every.numel()) for part in parts]
 
     def _permute_within_heads(self, rows: Tensor) -> Tensor:
-        """Reorders rows of q or k within each head for RoPE."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """Returns None if no layer has all these linears."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:

@@ -44,9 +44,7 @@ _MOUNT_INFO = Path("/proc/self/mountinfo")
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """Returns the offloader and the scheme of the offloaded weights, or None if nothing is offloaded. Raises
-    ConfigError.
-    """
+    """Raises ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -85,9 +83,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 
 
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the layers to stream; the others stay in memory. All processes of this machine share
-    its memory evenly.
-    """
+    """Returns the layers to stream; the others stay in memory."""
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
     return min_streamed_layers(sizes, int(memory) // processes)
@@ -95,8 +91,8 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Fill the model's weights in this context. The weights are final when the context exits. Raises ConfigError if the
-    disk is full or offloading is impossible.
+    """The weights are final when the context exits. Raises ConfigError if the disk is full or offloading is
+    impossible.
     """
     offload = model.offload
     if isinstance(offload, LayerStreamer):
@@ -145,7 +141,6 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """Returns an empty string if the type is unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

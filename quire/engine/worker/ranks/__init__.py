@@ -1,3 +1,1 @@
-"""Ranks that compute one model. The first rank is the engine. The other ranks follow its commands and do not schedule
-requests.
-"""
+"""The first rank is the engine. The other ranks follow its commands and do not schedule requests."""

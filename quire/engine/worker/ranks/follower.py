@@ -1,8 +1,7 @@
 """`python -m quire.engine.worker.ranks.follower ANSWERS_FD` is a follower rank's process.
 
 It executes commands from stdin until the first rank closes stdin. With `--joined` instead of ANSWERS_FD, the first rank
-is on another machine. Then stdin has a RankAssignment (engine/worker_node.py), and commands come through the first
-rank's TCPStore.
+is on another machine.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
-"""Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""No timeout is needed here, because the first rank's end is detected in other ways."""
+"""The first rank's end is detected in other ways."""
 
 ReadMessage = Callable[[], bytes | None]
 """Returns None once the first rank has ended."""
@@ -59,7 +57,7 @@ def run_follower(
         while read_message() is not None:
             pass
         return 0
-    except ConnectionError:  # the first rank is gone
+    except ConnectionError:
         return 0
     send_answer(make_result(START, rank.loaded_part))
     # The engine sends to all stages and receives from only one. The Inbox keeps reading, so that the engine never waits
@@ -93,14 +91,14 @@ def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
 
 
 def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
-    """Returns functions that read commands and send answers. Raises ConnectionError."""
+    """Raises ConnectionError."""
     orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 
     def read_order() -> bytes | None:
         try:
             return orders.queue_pop(order_queue_name(assignment.rank)) or None
-        except RuntimeError:  # the store is gone
+        except RuntimeError:
             return None
 
     def send_answer(answer: RankReply) -> None:
@@ -124,7 +122,7 @@ def main() -> None:
             assignment = msgspec.json.decode(line, type=RankAssignment)
             end_with_parent()
             os.nice(assignment.niceness)
-            with suppress(ConnectionError):  # the first rank is gone
+            with suppress(ConnectionError):
                 status = run_follower(*open_store_channel(assignment), assignment)
     except Exception:
         traceback.print_exc()

@@ -58,9 +58,7 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class FollowerRank(RankMethods):
-    """A rank that executes the first rank's commands. The constructor loads this rank's part of the model. Raises
-    QuireError.
-    """
+    """The constructor loads this rank's part of the model. Raises QuireError."""
 
     setting: str
     loaded_part: LoadedPart
@@ -113,9 +111,7 @@ class FollowerRank(RankMethods):
         self._group.abort_collectives()
 
     def handle_and_get_reply(self, content: bytes) -> RankReply | None:
-        """Returns None if the command needs no reply. Raises QuireError, and RankEnded or BrokenPipeError if another
-        rank has ended.
-        """
+        """Raises QuireError, and RankEnded or BrokenPipeError if another rank has ended."""
         command = decode_command(content)
         if isinstance(command, StepCommand):
             self._run_step(command.scheduler_output, command.sampled_tokens)
@@ -154,7 +150,7 @@ class FollowerRank(RankMethods):
     def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
         try:
             return [astuple(kind) for kind in self._runner.kernel_variants(step_tokens)]
-        except Exception as error:  # see precompile_kernels (warmup.py)
+        except Exception as error:
             return describe_kernel_error(error)
 
     def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:

@@ -76,9 +76,7 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """Computes a step's last stage when the step's result is requested. Meanwhile earlier stages
-    compute later steps.
-    """
+    """Computes a step's last stage when the step's result is requested."""
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
         super().__init__(*parts)
@@ -103,7 +101,6 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
-        """Compute this step and all steps before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():
@@ -131,8 +128,6 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """Runs any stage except the last."""
-
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)
         self._group = group

@@ -9,7 +9,7 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class PipelineStage(Decoder):
-    """The layers of one pipeline stage. Stages after the first need `set_previous_stage_rank`."""
+    """Stages after the first need `set_previous_stage_rank`."""
 
     _previous: tuple[DistributedCollective, int] | None = None
 

@@ -1,6 +1,4 @@
-"""Loads adapters on follower ranks. Each rank reads its part of an adapter. A slot changes between the same steps as on
-the first rank.
-"""
+"""Each rank reads its part of an adapter. A slot changes between the same steps as on the first rank."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ class FollowerAdapterLoader:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until the slot's load has ended. `failed` says how it ended on the first rank. Raises RuntimeError if it
-        ended differently here.
-        """
+        """`failed` says how it ended on the first rank. Raises RuntimeError if it ended differently here."""
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

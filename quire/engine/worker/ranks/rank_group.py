@@ -14,21 +14,19 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The first rank and its followers. A class named by --executor-cls must be a subclass of an implementation, and
-    may override `runner`.
-    """
+    """A class named by --executor-cls must be a subclass of an implementation, and may override `runner`."""
 
     note: str | None = None
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process's part, and wait until all processes have loaded theirs. The int is the bytes of the other
-        pipeline stages' weights.
+        """Wait until all processes have loaded their parts. The int is the bytes of the other pipeline stages'
+        weights.
         """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Return the bytes available for the KV cache. `measure` returns them for this process."""
+        """`measure` returns this process's bytes."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -56,12 +54,9 @@ class RankGroup(ABC):
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """Return a loader that loads adapters on all ranks. `loader` loads only on this rank."""
+        """`loader` loads only on this rank."""
 
     @abstractmethod
-    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
-        """Returns None if the ranks take no calls."""
-
+    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None: ...
     @abstractmethod
-    def stop_ranks(self) -> None:
-        """End the followers."""
+    def stop_ranks(self) -> None: ...

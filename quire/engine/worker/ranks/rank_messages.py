@@ -19,7 +19,6 @@ class RankStart(msgspec.Struct, frozen=True):
     rank: int
     descriptors: list[int]
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
     store: tuple[str, int] | None = None
     """TCPStore's address; None if the ranks share memory."""
 
@@ -42,13 +41,11 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scheduler_output: SchedulerOutput
     sampled_tokens: list[SampledTokens] = []
-    """Tokens sampled since the last command. Pipeline stages need them, because no collective
-    brings them the tokens.
-    """
+    """Pipeline stages need the tokens sampled since the last command, because no collective brings them."""
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Reports that a remote rank has ended. `code` is its return code, as in subprocess."""
+    """`code` is a return code as in subprocess."""
 
     code: int
 
@@ -68,21 +65,17 @@ class RankMethods(ABC):
         """
 
     @abstractmethod
-    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """Allocate exactly this many blocks and slots."""
-
+    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None: ...
     @abstractmethod
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
-        """Make the model runner. Only the first rank tries whether mixed batches can be captured."""
+        """Only the first rank tries whether mixed batches can be captured."""
 
     @abstractmethod
     def release_cache(self) -> None:
-        """Free the KV blocks and the runner. A smaller allocation follows."""
+        """A smaller allocation follows."""
 
     @abstractmethod
-    def warm_up_next(self) -> None:
-        """See ModelRunner."""
-
+    def warm_up_next(self) -> None: ...
     @abstractmethod
     def warm_sampler(self) -> None: ...
 
@@ -94,9 +87,7 @@ class RankMethods(ABC):
         """Returns the variants, or an error message on failure."""
 
     @abstractmethod
-    def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
-        """See DraftHeadRunner."""
-
+    def draft_tokens(self, rows: list[HeadDraftRequest]) -> None: ...
     @abstractmethod
     def run_dummy_draft(self, num_sequences: int) -> None: ...
 

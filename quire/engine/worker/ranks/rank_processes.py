@@ -79,8 +79,8 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Ranks in several processes. The constructor starts them, once all machines have joined, and raises ConfigError.
-    `stop_ranks` or garbage collection ends them.
+    """The constructor starts the ranks, once all machines have joined, and raises ConfigError. `stop_ranks` or garbage
+    collection ends them.
     """
 
     setting: str
@@ -98,7 +98,6 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Empty if no process failed."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
         """Each returns None once its process has ended."""
@@ -176,7 +175,7 @@ class MultiProcessRanks(RankGroup):
         self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Send the adapter to all followers. Other machines get its files only once."""
+        """Other machines get its files only once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
         self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
@@ -344,7 +343,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """Kill processes that are stopped (SIGSTOP) for too long, because all other ranks wait for them."""
+    """All other ranks wait for a process that is stopped (SIGSTOP)."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()

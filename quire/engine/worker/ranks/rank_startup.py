@@ -62,14 +62,14 @@ def start_ranks(
 
 
 def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
-    """Raises ConfigError unless the configured class is a subclass of `default`."""
+    """Raises ConfigError."""
     if config.executor_cls is None:
         return default
     return import_class("executor_cls", config.executor_cls, default, "executor")
 
 
 def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raises ConfigError if the model cannot be sharded."""
+    """Raises ConfigError."""
     ranks = config.tensor_parallel_size
     device = chosen.device.type
     speculative = config.speculative_config
@@ -89,7 +89,6 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
-    """Returns why this many ranks cannot use the device, or None if they can."""
     if is_other_device(device):
         return f"ranks compute only on CPUs and CUDA GPUs so far, not on {device.type}; see --device"
     if device.type != "cuda":
@@ -103,7 +102,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
 
 
 def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raises ConfigError if the model or other settings rule out pipeline stages."""
+    """Raises ConfigError."""
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config

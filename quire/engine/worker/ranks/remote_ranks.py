@@ -1,6 +1,4 @@
-"""Ranks on other machines, and the first rank's proxies of them. All messages go through the first rank's TCPStore. It
-has a queue of join requests, and two queues for each rank, one for commands and one for answers.
-"""
+"""Ranks on other machines, and the first rank's proxies of them. All messages go through the first rank's TCPStore."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """Why the rank must not join; empty if it is accepted."""
+    """Empty if the rank is accepted."""
     final: bool = True
     """If True, the rank must not retry."""
 
@@ -85,12 +83,11 @@ def make_join_request(config: EngineConfig, node: int, local_rank: int, pid: int
 
 
 def order_queue_name(rank: int) -> str:
-    """Returns the name of the rank's queue of commands. An empty message ends the rank."""
+    """An empty message ends the rank."""
     return f"orders/{rank}"
 
 
 def answer_queue_name(rank: int) -> str:
-    """Returns the name of the queue of the rank's answers and heartbeats."""
     return f"answers/{rank}"
 
 
@@ -116,16 +113,11 @@ class RemoteRank:
         return self._return_code if self.has_ended else None
 
     def wait(self) -> int:
-        """Wait until the rank ends or its machine is silent. Return the rank's code, or that of SIGKILL if it reported
-        none.
-        """
         self._has_ended.wait()
         return self._return_code
 
     def kill(self) -> None:
-        """Report the rank as killed and order it to end. If the rank does not end, its worker node kills it once the
-        store is gone.
-        """
+        """If the rank does not end, its worker node kills it once the store is gone."""
         with suppress(RuntimeError):  # before the order to end: after it, the rank may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
@@ -170,7 +162,7 @@ class NodeRendezvous:
         self.store = open_store(listener)
 
     def wait_for_ranks(self) -> list[RemoteRank]:
-        """Returns the remote ranks in rank order. Raises ConfigError on timeout."""
+        """Raises ConfigError on timeout."""
         began = time.monotonic()
         try:
             while missing := self._missing_nodes():
@@ -185,7 +177,6 @@ class NodeRendezvous:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def _report_or_time_out(self, missing: list[int], waited: float) -> None:
-        """Raises ConfigError on timeout."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
         if waited > self._config.nodes_timeout:
@@ -195,7 +186,6 @@ class NodeRendezvous:
             self._print_once(f"waiting for {who} at {where}")
 
     def _missing_nodes(self) -> list[int]:
-        """Returns machines with a rank that has not joined, or has ended."""
         here = self._config.local_world_size
         there = {rank for rank, each in self._ranks.items() if not each.has_ended}
         return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})

@@ -1,5 +1,5 @@
-"""Connects ranks. They communicate by shared memory if the backend has kernels for it, by NCCL between GPUs, and
-otherwise by a torch.distributed group.
+"""Ranks communicate by shared memory if the backend has kernels for it, by NCCL between GPUs, and otherwise by a
+torch.distributed group.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_connection(
 
 
 def _find_all_reduce_error(group: Collective, device: torch.device, seconds: float) -> str | None:
-    """Sums integers, which are exact in float32. Returns what went wrong, or None."""
+    """Sums integers, which are exact in float32."""
     numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
     total = group.all_reduce(numbers.clone())
     if device.type == "cuda":
@@ -95,7 +95,6 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
 
 
 def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
-    """Returns None if the rank uses this process's environment."""
     if device.type != "cuda":
         return None
     is_hip = torch.version.hip is not None
@@ -106,9 +105,8 @@ def rank_environment(rank: int, device: torch.device) -> dict[str, str] | None:
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """Returns all visible GPUs. The rank's GPU comes first, because the first one is every thread's default. The other
-    GPUs stay visible, because NCCL may otherwise choose inconsistent paths
-    (https://github.com/NVIDIA/nccl/issues/1066).
+    """The rank's GPU comes first, because the first one is every thread's default. The other GPUs stay visible, because
+    NCCL may otherwise choose inconsistent paths (https://github.com/NVIDIA/nccl/issues/1066).
     """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

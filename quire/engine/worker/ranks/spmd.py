@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""How long the first rank waits for the other ranks' kernel variants."""
 
 
 class SpmdRanks(MultiProcessRanks):
@@ -94,7 +93,7 @@ class SpmdRunner(ModelRunner):
 
 
 class SpmdDraftHeadRunner(DraftHeadRunner):
-    """Runs draft heads on all ranks. The heads are replicated, but use the sharded decoder's embeddings and logits."""
+    """The heads are replicated, but use the sharded decoder's embeddings and logits."""
 
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
         super().__init__(*parts)
@@ -127,9 +126,7 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Returns a copy without what followers do not need. Of a request's parameters, followers need only
-    prompt_logprobs, and whether the request is plain greedy. They need no grammars.
-    """
+    """Of a request's parameters, followers need only prompt_logprobs, and whether the request is plain greedy."""
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,

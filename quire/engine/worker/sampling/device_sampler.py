@@ -41,7 +41,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Samples on the host, for devices without float64, which sampling needs."""
+    """For devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
@@ -54,9 +54,7 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """Samples on the first rank, because only that rank has grammars, seeds and penalties. Broadcasts the tokens,
-    because all ranks need the same ones.
-    """
+    """Samples on the first rank, because only that rank has grammars, seeds and penalties."""
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))

@@ -21,11 +21,11 @@ from quire.engine.common.request_params import SamplingParams
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 _MAX_EXPONENT = 64
-"""The penalty grows up to this exponent. With a base of 1.75 that is more than 1e15."""
+"""1.75 ** 64 is more than 1e15."""
 _MAX_PENALTY = 1e30
 _NO_TOKEN = -1
 _FACTOR, _MIX_FACTOR = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-"""Factors of the hash. They must be odd, and are otherwise arbitrary."""
+"""They must be odd, and are otherwise arbitrary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
-    """Number of last tokens that are searched for repetitions. -1 means all."""
+    """-1 means all tokens."""
     breaker_lengths: np.ndarray
     """[L] int64: the distinct lengths of sequence breakers."""
     breaker_hashes: np.ndarray
@@ -104,12 +104,11 @@ def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> No
 
 
 def _windows_ending_at_tokens(tokens: Tensor, width: int) -> Tensor:
-    """Returns [n, width]: each token, preceded by the width - 1 tokens before it."""
+    """Returns [n, width]."""
     return F.pad(tokens, (width - 1, 0), value=_NO_TOKEN).unfold(0, width, 1)
 
 
 def _num_tokens_after_breaker(tokens: Tensor, rule: DryRule, max_length: int) -> Tensor:
-    """Returns the number of tokens after the last sequence breaker, at most `max_length`."""
     breaker_lengths, hashes, powers = upload_arrays(
         [rule.breaker_lengths, rule.breaker_hashes, rule.powers], tokens.device
     )

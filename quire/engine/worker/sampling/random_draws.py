@@ -30,7 +30,7 @@ def _uniform_array(seeds: Sequence[int], positions: Sequence[int], stream: int) 
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """Mixes bits. Seeds are also mixed, because the streams of neighboring seeds must not overlap."""
+    """Seeds are mixed, because the streams of neighboring seeds must not overlap."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -23,9 +23,7 @@ MAX_XTC_THRESHOLD = 0.5
 
 
 def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor | None, xtc_draw: float) -> None:
-    """Sets logits [vocab] of filtered tokens to -inf, in place. `sigma`: from standard_deviation. `xtc_draw`: uniform
-    in [0, 1).
-    """
+    """Sets logits [vocab] of filtered tokens to -inf, in place. `xtc_draw`: uniform in [0, 1)."""
     if sigma is not None:
         logits.masked_fill_(~_top_n_sigma_mask(logits, params.top_n_sigma, sigma), -torch.inf)
     scaled = logits / params.temperature
@@ -35,7 +33,7 @@ def drop_filtered_tokens(logits: Tensor, params: SamplingParams, sigma: Tensor |
 
 
 def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> Iterator[Tensor]:
-    """Yields masks of the tokens to keep. The caller applies each mask to `scaled` before it takes the next one."""
+    """The caller applies each mask to `scaled` before it takes the next one."""
     if 0 < params.top_k < len(scaled):
         yield scaled >= torch.topk(scaled, params.top_k).values[-1]
     if params.typical_p < 1:
@@ -51,8 +49,8 @@ def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> It
 
 
 def standard_deviation(logits: Tensor) -> Tensor:
-    """Returns the standard deviation of the finite logits. Call with the model's own logits [vocab], because bans and
-    large penalties would make top-n-sigma keep more tokens.
+    """Call with the model's own logits [vocab], because bans and large penalties would make top-n-sigma keep more
+    tokens.
     """
     finite = logits > -torch.inf
     count = finite.sum()

@@ -1,8 +1,8 @@
 """Host sampler, and reference for device_sampler.py. A sampled token is a pure function of logits, parameters, earlier
 tokens, and one uniform number.
 
-The uniform number comes from (seed, position): see random_draws.py. Sampling inverts the CDF in vocabulary order and
-never mixes rows. So a token does not depend on the batch, and is the same after preemptions and crashes.
+Sampling inverts the CDF in vocabulary order and never mixes rows. So a token does not depend on the batch, and is the
+same after preemptions and crashes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _sample_rows(
 
 
 class HostLogitsProcessor:
-    """Changes logits from the host. If they are on a GPU, the host waits for it."""
+    """If the logits are on a GPU, the host waits for it."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         logits[rows, token_ids] += values
@@ -145,6 +145,5 @@ def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequ
 
 
 def include_sampled_token(token_logprob: TokenLogprob) -> TokenLogprob:
-    """Adds the sampled token to the top tokens, sorted by logprob, then id."""
     values = {**dict(token_logprob.top), token_logprob.token_id: token_logprob.logprob}
     return msgspec.structs.replace(token_logprob, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))

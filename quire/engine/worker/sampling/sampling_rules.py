@@ -18,9 +18,7 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 @dataclass(frozen=True, slots=True)
 class RequestSamplingRules:
-    """How a request's tokens are sampled. The fields from `allowed_token_ids` on, then params.thinking, change logits
-    in this order.
-    """
+    """The fields from `allowed_token_ids` on, then params.thinking, change logits in this order."""
 
     params: SamplingParams
     num_logprobs: int | None
@@ -30,9 +28,9 @@ class RequestSamplingRules:
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
-    """int64; None allows all tokens."""
+    """Int64."""
     biases: dict[int, float]
-    """Added to logits by token id. Bad words of a single token have -inf."""
+    """Bad words of a single token have -inf."""
     biases_before_min_tokens: dict[int, float]
     """`biases`, and -inf for tokens that end the answer. They apply until there are min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
@@ -93,7 +91,6 @@ def has_rare_filters(params: SamplingParams) -> bool:
 
 
 def is_plain_greedy_request(params: SamplingParams) -> bool:
-    """True if tokens are the argmax of unmodified logits, and no logprobs are reported."""
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -102,7 +99,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """Returns [R, L] int64, in which rows without listed ids start with -1. Returns None if no row lists ids."""
+    """Returns [R, L] int64, in which rows without listed ids start with -1."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -116,9 +113,7 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """One position to sample. This is a NamedTuple, because each step makes hundreds of them, and a frozen dataclass
-    takes three times as long.
-    """
+    """A NamedTuple, because a frozen dataclass takes three times as long, and each step makes hundreds."""
 
     rules: RequestSamplingRules
     seed: int
@@ -146,7 +141,7 @@ class LogitsProcessor(Protocol):
     """Changes logits, which are [R, vocab] float32, in place."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-        """Computes logits[rows, token_ids] += values. No pair (row, token id) occurs twice."""
+        """No pair (row, token id) occurs twice."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
         """Sets the logit of a word's last token to -inf after the word's other tokens. `words`: row index, row, and
@@ -157,9 +152,8 @@ class LogitsProcessor(Protocol):
         """All `rows` have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """Sets logits that the grammar does not allow to -inf. If a request's bans (min_tokens, allowed_token_ids, bad
-        words) leave no token that the grammar allows, the row uses its `unmodified` logits [R, vocab], which are None
-        if nothing is banned.
+        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that the grammar allows, the
+        row uses its `unmodified` logits [R, vocab], which are None if nothing is banned.
         """
 
 
@@ -218,12 +212,11 @@ def _row_biases(row: SamplingRow) -> dict[int, float]:
 
 
 def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
-    """Returns the bad words that may end here. They may not begin in the prompt, as in vLLM."""
+    """Bad words may not begin in the prompt, as in vLLM."""
     return [word for word in row.rules.bad_words if len(word) - 1 <= row.num_output_tokens]
 
 
 def _force_end_of_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
-    """Once the budget is used up, allow only the end token."""
     answer = row.token_ids[row.num_prompt_tokens :]
     if len(answer) - (budget.begin_id is not None) < budget.tokens:
         return

@@ -41,7 +41,6 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """The tokens that the matcher has consumed."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
@@ -51,7 +50,6 @@ class _SlotGrammar:
         return False
 
     def restart_with_new_lexer(self, compiler: GrammarCompiler) -> None:
-        """Raises the errors of GrammarCompiler.recompile_with_large_lexer."""
         while has_lexer_error(self.matcher):
             self.compiled = compiler.recompile_with_large_lexer(
                 self.grammar, self.compiled, exclusive=self.num_restarts >= _MAX_SHARED_LEXERS
@@ -71,7 +69,7 @@ class SlotGrammars:
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
         self._slots_with_unread_token: set[int] = set()
-        """Slots whose last sampled token the host has not read yet, so that their matcher is one token behind."""
+        """Slots whose last sampled token the host has not read yet."""
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
         """Loads in a thread, because loading takes a second for 32,000 tokens and would stall streams."""
@@ -100,7 +98,6 @@ class SlotGrammars:
             self._advance_matcher(slot, new_request.token_ids[new_request.num_prompt_tokens :])
 
     def release_slot(self, slot: int) -> None:
-        """Free the slot's matcher, whose lexer may be large."""
         for each in (self.requests, self._states, self._failures):
             each.pop(slot, None)
         self._slots_with_unread_token.discard(slot)
@@ -110,13 +107,10 @@ class SlotGrammars:
         return not self._slots_with_unread_token.isdisjoint(row.slot for row in rows_to_sample)
 
     def mark_sampled(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Record that the host has not read the token that these rows sampled. `advance_and_get_failure` ends this."""
         self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
-        """In `rows_to_sample`, a row with draft tokens occurs once for each of its positions, in adjacent items.
-        Returns None if no row has a grammar.
-        """
+        """In `rows_to_sample`, a row with draft tokens occurs once for each of its positions, in adjacent items."""
         constrained = [index for index, row in enumerate(rows_to_sample) if row.slot in self._states]
         if not constrained:
             return None
@@ -143,9 +137,6 @@ class SlotGrammars:
         return GrammarBitmask(constrained, words)
 
     def _fill_draft_masks(self, state: _SlotGrammar, drafts: Sequence[int], words: np.ndarray) -> None:
-        """Retries with a new lexer if a lexer fails. Raises InvalidRequest if no token is allowed, and the errors of
-        GrammarCompiler.recompile_with_large_lexer.
-        """
         from llguidance.numpy import fill_next_token_bitmask
 
         while has_lexer_error(state.matcher) or not _try_fill_draft_masks(state.matcher, drafts, words):
@@ -190,8 +181,8 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """Fill `words` [1 + drafts, words] from row 1 on. Return False on a lexer error. After a disallowed draft token,
-    everything is allowed, because later tokens are dropped.
+    """Fill `words` [1 + drafts, words] from row 1 on. After a disallowed draft token, everything is allowed, because
+    later tokens are dropped.
     """
     from llguidance.numpy import fill_next_token_bitmask
 

@@ -27,7 +27,7 @@ _MIN_SHRINKING = 0.01
 
 
 class DecoderStartup:
-    """The steps of a decoder's start. Call the public methods in the order of their definitions."""
+    """Call the public methods in the order of their definitions."""
 
     def __init__(
         self,
@@ -64,8 +64,7 @@ class DecoderStartup:
         self, weights: WorkerWeights, kv_plan: KVCachePlan, graph_bytes: int
     ) -> tuple[KVCachePlan, str | None]:
         """Returns a smaller plan and a note if graphs of `graph_bytes` on each GPU clearly exceed what was set aside.
-        Returns `kv_plan` itself in all other cases, and if settings fix the number of blocks or the KV cache's memory.
-        If max_model_len needs all blocks, returns `kv_plan` and a note.
+        Otherwise returns `kv_plan` itself.
         """
         config = self._config
         excess = graph_bytes - self._graph_bytes

@@ -26,7 +26,7 @@ def determine_batch_invariance(
 
 
 def check_encoder_config(config: EngineConfig) -> None:
-    """Raises ConfigError for decoder-only settings."""
+    """Raises ConfigError."""
     for name, is_set, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders run in one process"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders run in one process"),
@@ -48,7 +48,7 @@ def check_encoder_config(config: EngineConfig) -> None:
 def encoder_context_length(
     config: EngineConfig, model: ModelConfig, longest: int | None, trained_length: int | None
 ) -> int:
-    """Raises ConfigError if max_model_len exceeds the model's positions."""
+    """Raises ConfigError."""
     max_tokens = min(each for each in (model.max_position, longest, _MAX_TOKENS) if each is not None)
     if config.max_model_len is not None and config.max_model_len > max_tokens:
         wrong = f"max_model_len: {config.max_model_len} exceeds the model's {max_tokens} positions"

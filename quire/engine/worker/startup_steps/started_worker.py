@@ -28,7 +28,7 @@ class StartedWorker:
     needs_whole_prompts: bool
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
-    """Pairs (tokens, seconds) of steps; empty without speculative decoding."""
+    """Pairs (tokens, seconds) of steps."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
     expected_weights: ExpectedWeights
     warmup_notes: tuple[str, ...] = ()
@@ -39,11 +39,8 @@ class StartedWorker:
     micro_batches: int = 1
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
-    """None if no adapters are served."""
     collective_rpc: CollectiveRPC | None = None
-    """None if the ranks take no calls."""
     get_offload_counts: Callable[[], OffloadCounts] | None = None
-    """None without offloading."""
 
 
 def make_engine_info(
@@ -73,6 +70,5 @@ def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelC
 
 
 def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVCachePlan:
-    """Returns a plan without KV blocks, because an encoder keeps nothing after a step."""
     arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
     return KVCachePlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, request_slots=max_num_seqs)

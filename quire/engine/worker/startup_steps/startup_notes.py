@@ -56,7 +56,7 @@ def startup_notes(
     allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
-    """Returns notes. Falsy entries do not apply."""
+    """Falsy notes do not apply."""
     device = chosen.device
     keeps_all_reason = setting_requiring_full_kv(config)
     is_limited = plan.request_slots < config.max_num_seqs

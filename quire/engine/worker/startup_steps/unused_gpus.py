@@ -1,7 +1,5 @@
 """Explains why a GPU that seems to be present is not used. If --device is auto, the start then reports this and serves
 on the CPU.
-
-If PyTorch cannot use a driver that is loaded, the start fails instead (device_plan.py).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.processes.gpus import CUDA_VARIABLE, HIP_VARIABLE
 
 _CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
-"""CUDA images set this variable. NVIDIA's container runtime gives the container these GPUs."""
+"""NVIDIA's container runtime gives the container these GPUs."""
 _NO_GPUS = ("", "void", "none")
 
 
@@ -26,9 +24,7 @@ def unused_gpu_note(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> str | None:
-    """Returns None if a GPU is used, if no GPU seems to be present, or if the operator chose the device or hid the
-    GPUs. `root`: the folder that contains dev.
-    """
+    """`root`: the folder that contains dev."""
     if config.device != "auto" or device.type != "cpu":
         return None
     is_hidden = any(environment.get(name) in ("", "-1") for name in (CUDA_VARIABLE, HIP_VARIABLE))

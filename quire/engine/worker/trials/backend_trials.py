@@ -35,9 +35,7 @@ from quire.kernels.reference import ReferenceBackend
 def make_child_trials(
     config: EngineConfig, device: torch.device, get_driver: Callable[[], str | None], progress: Callable[[], None]
 ) -> ChildTrials | None:
-    """Returns None unless this is a CUDA device. A backend named by --attention-backend is tried again even if it
-    failed before.
-    """
+    """A backend named by --attention-backend is tried again even if it failed before."""
     if device.type != "cuda":
         return None
     return ChildTrials(
@@ -55,9 +53,7 @@ def choose_trials(
     spec: DecoderSpec,
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
-    """The trials run decodes in a CUDA graph, then without graphs. Without `child_trials`, libraries are tried in this
-    process.
-    """
+    """The trials run decodes in a CUDA graph, then without graphs."""
     if device.type == "cpu":
         return []
     captures: list[GraphCapture | None] = (
@@ -69,9 +65,7 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """Turns graphs off if the backend passes `trial`, which runs without graphs. Called after a trial in a graph has
-    failed.
-    """
+    """Called after a trial in a graph has failed."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why
@@ -85,9 +79,7 @@ def find_eager_prefill_reason(
     backend: Backend,
     child_trials: ChildTrials | None = None,
 ) -> str | None:
-    """Returns why graphs contain decodes but no prefills, or None. Either the backend rules prefills out, or a
-    library's attention fails in a graph. `types`: compute and KV dtype.
-    """
+    """Either the backend rules prefills out, or a library's attention fails in a graph."""
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"
     if config.enforce_eager or not choose_trials(config, device, types, spec):

@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
 """A process that waits for a broken driver may ignore its kill for a long time."""
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""A user or the system may have sent these. The library is not at fault."""
+"""The library is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,8 @@ class ChildTrials:
     worker: Sequence[str] = TRIAL_WORKER
 
     def find_failure(self, backend: Backend, probes: Sequence[ChildProbe]) -> str | None:
-        """Return why a probe fails, or None if all probes pass. An earlier start's verdict counts, except that a
-        library's failure is tried again if `retry_failures`. If no child process can use the GPU, a library is tried in
-        this process. Kernels of recurrent layers are then not tried, because the engine can do without them.
+        """If no child process can use the GPU, a library is tried in this process. Kernels of recurrent layers are then
+        not tried, because the engine can do without them.
         """
         is_library = isinstance(backend, FlashPagedBackend)
         library = backend.name if is_library else None
@@ -69,7 +68,6 @@ class ChildTrials:
         return _with_retry_hint(outcome.verdict.failure, library, path if is_saved else None)
 
     def _run_child(self, request: TrialRequest) -> _TrialOutcome | None:
-        """Returns None if the child could not start or could not use the GPU."""
         with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as errors:
             began = time.monotonic()
             arguments = [*self.worker, str(answers.fileno())]
@@ -118,7 +116,6 @@ def _decode_verdict(answer: bytes) -> TrialVerdict | None:
 
 
 def _describe_exit(code: int | None, seconds: float, last_line: str) -> str:
-    """`code` is None if the process did not end in time."""
     if code is None:
         return f"its trial did not end within {seconds:g} s"
     cause = exit_cause(code, sender=None, oom_kills=None).description
@@ -139,7 +136,6 @@ def _kill_at_exit(child: Child) -> Iterator[None]:
 
 
 def _with_retry_hint(failure: str | None, library: str | None, verdict_file: Path | None) -> str | None:
-    """`library`: the backend whose name --attention-backend takes; None for Quire's own kernels."""
     if failure is None:
         return None
     if verdict_file is None:

@@ -14,9 +14,8 @@ from quire.kernels.probes.chunked_recurrence_probe import ChunkedRecurrenceProbe
 def enable_chunks_after_trial(
     backend: Backend, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, child_trials: ChildTrials | None
 ) -> str | None:
-    """Let the backend compute long prompts of recurrent layers in chunks if a trial in a child process passes. Return
-    why they are computed token by token; None if the trial passed, or if there is nothing to try: on Hopper, with
-    --deterministic, for rules without chunks and on GPUs that cannot run them.
+    """Returns None if the trial passed, or if there is nothing to try: on Hopper, with --deterministic, for rules
+    without chunks and on GPUs that cannot run them.
     """
     owner = backend.chunked_recurrence_backend()
     if child_trials is None or owner is None or not spec.needs_state_snapshots:

@@ -58,5 +58,5 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 class TrialVerdict(msgspec.Struct, frozen=True):
     failure: str | None
-    """Why the backend cannot serve; None if all probes passed."""
+    """None if all probes passed."""
     seconds: float

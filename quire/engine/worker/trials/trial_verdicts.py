@@ -76,9 +76,7 @@ def verdict_path(folder: Path, key: VerdictKey) -> Path:
 
 
 def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
-    """Returns None if there is no verdict for this key. A file with other content is ignored until the next verdict
-    replaces it.
-    """
+    """A file with other content is ignored until the next verdict replaces it."""
     try:
         content = msgspec.json.decode(path.read_bytes(), type=_VerdictFile)
     except FileNotFoundError:
@@ -93,7 +91,6 @@ def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    """Returns False, after a warning, if the file cannot be written."""
     part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

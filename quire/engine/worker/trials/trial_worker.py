@@ -20,9 +20,7 @@ from quire.kernels.device.error_messages import describe_kernel_error
 
 
 def run_trial(request: TrialRequest) -> str | None:
-    """Return why the backend cannot serve, or None. Synchronizes the device at the end, because its errors may come
-    late.
-    """
+    """Synchronizes the device at the end, because its errors may come late."""
     backend = make_backend(request.backend, deterministic=request.deterministic)
     for settings in request.probes:
         device = torch.device(str(settings.values["device"]))
@@ -43,7 +41,7 @@ def main() -> None:
     began = time.monotonic()
     try:
         failure = run_trial(request)
-    except Exception as error:  # whatever a library raises
+    except Exception as error:
         failure = describe_kernel_error(error)
     os.write(answer, msgspec.json.encode(TrialVerdict(failure, round(time.monotonic() - began, 3))))
     os._exit(0)  # a library's exit handlers may hang, too

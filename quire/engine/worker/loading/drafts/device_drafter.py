@@ -35,7 +35,7 @@ class DeviceDrafter(Protocol):
         """Returns False if no graph is left to capture."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every kernel variant for steps of up to `step_tokens` tokens. A dry run computes nothing."""
+        """A dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
@@ -49,7 +49,7 @@ class LoadedDrafter(Protocol):
     def weight_bytes(self) -> int: ...
 
     def total_slot_state_bytes(self, config: EngineConfig) -> int:
-        """Returns the bytes of all slots' states, which are not in KV blocks."""
+        """Excludes KV blocks."""
 
     def start_drafter(
         self,

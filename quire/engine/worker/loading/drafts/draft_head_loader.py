@@ -149,7 +149,6 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """Returns tensors with the same names for all file layouts."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -161,8 +160,8 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
-    """Maps a name of any layout to a common one. EAGLE may have a module prefix, and EAGLE-3 a `midlayer`. Medusa nests
-    lists of modules; vLLM's conversion has `blocks` and `lm_heads` instead.
+    """EAGLE may have a module prefix, and EAGLE-3 a `midlayer`. Medusa nests lists of modules; vLLM's conversion has
+    `blocks` and `lm_heads` instead.
     """
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)

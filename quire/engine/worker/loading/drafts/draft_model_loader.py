@@ -82,7 +82,7 @@ def load_draft_model(
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
-    """Raises ConfigError if the draft model does not fit the served model."""
+    """Raises ConfigError."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:

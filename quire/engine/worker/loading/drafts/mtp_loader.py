@@ -29,7 +29,7 @@ from quire.kernels.backend import Backend
 def load_head_drafter(
     config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder
 ) -> LoadedDraftHead:
-    """Raises ConfigError if heads are missing or do not fit the decoder."""
+    """Raises ConfigError."""
     assert config.speculative_config is not None
     is_mtp = config.speculative_config.method == "mtp"
     try:

@@ -12,6 +12,6 @@ class SpareBlockLayout(NamedTuple):
 
 
 def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
-    """Returns the number of blocks for draft tokens, which come after the sequence's own blocks."""
+    """These blocks for draft tokens come after the sequence's own blocks."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

@@ -18,7 +18,7 @@ GPU_PARAM = "cpu_offload_gb"
 
 
 def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
-    """Raises ConfigError if the settings ask for offloading that this model or device does not support."""
+    """Raises ConfigError."""
     experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
     by_class = model_config.transformers_config is not None and "the model's layers are computed by transformers' class"
     shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
@@ -45,7 +45,6 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
 
 
 def disk_tensor_name_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
-    """Returns None if no tensors stay on disk."""
     if config.weights_on_disk is None:
         return None
     return ROUTED_EXPERT_PATTERN if spec.sublayers_of_kind(MoELayerSpec) else LAYER_PATTERN

@@ -30,7 +30,7 @@ def check_weights_fit(
     layers: int,
     on_disk: re.Pattern[str] | None = None,
 ) -> None:
-    """Raises ConfigError if a CPU's memory cannot hold the weights."""
+    """Raises ConfigError."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
         stored = read_checkpoint_size(path, make_main_model_filter(layers), excluded_pattern=on_disk)
         check_weights_fit_memory(stored, str(dtype).removeprefix("torch."), config.online_quantization)
