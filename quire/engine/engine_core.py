@@ -110,7 +110,7 @@ class EngineCore:
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Raises InvalidRequest for encoders and pipeline stages, which take no calls."""
+        """Raises InvalidRequest."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
         self._heartbeat.begin_step([])
@@ -119,7 +119,7 @@ class EngineCore:
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError if several processes compute the model, InvalidRequest for invalid token ids."""
+        """Raises EngineError and InvalidRequest."""
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by a single process, and this model is divided among several")
         forward = ForwardPass(self.executor.model, self.info.block_size)

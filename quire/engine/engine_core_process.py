@@ -121,7 +121,6 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """While the engine is idle, run warm-ups and wait for a request or an abort."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -135,7 +134,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
                 is_idle = False
                 for request_id in ids:
                     engine.abort_request(request_id)
-            case UtilityCall() as call:  # a utility call does not end the idle state
+            case UtilityCall() as call:
                 if (change := _run_call_or_get_change(engine, socket, call)) is not None:
                     return change
     return None

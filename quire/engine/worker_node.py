@@ -1,7 +1,6 @@
 """`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0's engine and ends when that engine ends. Then a new process joins the next
-engine.
+Each rank is a process that joins machine 0's engine and ends when that engine ends.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ machine 0 takes -SIGKILL for another process's kill.
 
 
 def run_worker_node_until_signal(config: EngineConfig) -> int:
-    """Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this machine cannot join."""
+    """Raises QuireError."""
     node = WorkerNode(config)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -120,9 +119,6 @@ class WorkerNode:
                 end_processes([child], 0.0)  # the process has no state that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """Raises ConfigError if machine 0 refuses for good, or if before the first join it does not answer in time or
-        the process ends.
-        """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
         deadline, has_printed = clock.monotonic() + self._config.nodes_timeout, False
@@ -193,7 +189,7 @@ class NodeHeartbeat:
     """A thread that tells machine 0 that this machine is alive, and finally how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """Machine 0 counts this machine as gone after `silence` without a message. Raises ConnectionError."""
+        """Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

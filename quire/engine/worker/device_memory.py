@@ -62,9 +62,7 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Returns bytes, on a CPU this replica's share. Call once weights are loaded. Raises ConfigError if a GPU has none
-    left.
-    """
+    """Returns bytes, on a CPU this replica's share. Call once weights are loaded. Raises ConfigError."""
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
@@ -172,7 +170,6 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> StepReserve:
-    """Run the largest step on a dummy KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -384,7 +381,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
     try:
         yield
     except QuireError:

@@ -86,7 +86,7 @@ def configure_cpu(config: EngineConfig) -> None:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError if a GPU was requested, or an NVIDIA driver is loaded, and PyTorch cannot use it."""
+    """Raises ConfigError."""
     if config.device in OTHER_DEVICES:
         try:
             other = require_other_device(config.device)
@@ -143,7 +143,6 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
-    """Returns None if no NVIDIA driver is found, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
@@ -214,9 +213,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """With Quire's CPU kernels, bfloat16 replaces float16, even if the user asked for float16. If the user asked for no
-    dtype, bfloat16 replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16 on older GPUs, whose tensor
-    cores support only float16. Raises ConfigError for other dtypes than _DTYPES.
+    """If the user asked for no dtype, bfloat16 replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16
+    on older GPUs, whose tensor cores support only float16. Raises ConfigError.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -231,8 +229,8 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """They round activations anyway, so a bfloat16 residual stream would cause most of the error. float32 takes 5 to 10
-    % more time.
+    """Quire's CPU kernels round activations anyway, so a bfloat16 residual stream would cause most of the error.
+    float32 takes 5 to 10 % more time.
     """
     if config.dtype != "auto" or not uses_float32_activations(model.raw):  # checked first, to avoid loading kernels
         return False
@@ -240,9 +238,6 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs, float16 takes many times as long as bfloat16. bfloat16 has a wider range but fewer mantissa bits;
-    float32 keeps all bits and takes twice the memory.
-    """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
     source = "the checkpoint's float16" if config.dtype == "auto" else "float16"
@@ -293,9 +288,7 @@ def choose_device_plan(
     *,
     backend_tried: bool = False,
 ) -> DevicePlan:
-    """`progress` is called repeatedly while a child process tries a backend. With `backend_tried`, another rank has
-    tried the backend. Raises ConfigError.
-    """
+    """`progress` is called repeatedly while a child process tries a backend. Raises ConfigError."""
     check_transformers_settings(config, model_config)
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
@@ -335,7 +328,7 @@ def choose_device_plan(
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
-    """Raises ConfigError if the settings forbid decode context parallelism."""
+    """Raises ConfigError."""
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -377,10 +370,7 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Returns the backend and the reason for it. Raises ConfigError if no backend can serve the model, or if
-    determinism is required and the backend's results depend on the batch. Determinism needs Triton on GPUs; on CPUs,
-    some of PyTorch's products depend on the batch.
-    """
+    """Returns the backend and the reason for it. Raises ConfigError."""
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")

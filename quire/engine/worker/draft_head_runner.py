@@ -1,6 +1,4 @@
-"""Runs draft heads: after every step to update their states, and between steps to draft tokens. CUDA graphs may run
-both.
-"""
+"""Runs draft heads: after every step to update their states, and between steps to draft tokens."""
 
 from __future__ import annotations
 
@@ -149,7 +147,6 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Returns None if the slot's states are outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -157,7 +154,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """`rows` are sorted, longest drafts first, so later draft tokens are for the first rows only."""
+        """`rows` are sorted, longest drafts first."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),

@@ -147,9 +147,7 @@ class InputBatch:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """`updates`: (slot, first index, block ids), with each slot at most once. Drops ids beyond
-        the longest context.
-        """
+        """`updates`: (slot, first index, block ids), with each slot at most once."""
         changed = []
         for slot, first, block_ids in updates:
             old_blocks = self._block_table[slot, first : first + len(block_ids)]
@@ -223,7 +221,7 @@ class InputBatch:
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
         """Returns token ids [B] and metadata, computed only on the device. `rows` [2 or 3, B] int64: slots, positions,
-        and optionally adapter slots. `updates_states` is False for draft heads.
+        and optionally adapter slots.
         """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)

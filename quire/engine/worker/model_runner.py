@@ -299,9 +299,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Runs prompts of several lengths, because kernels differ by the number of queries and take
-        seconds to compile.
-        """
+        """Kernels differ by the number of queries and take seconds to compile."""
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:
@@ -366,7 +364,6 @@ class ModelRunner:
         return pooled_rows
 
     def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
-        """Runs a graph if `prepared` has no inputs."""
         if self._model.offload is not None:
             self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features

@@ -141,9 +141,7 @@ class UnsampledStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """Returns `sampled` up to and including the first token that differs from its draft, because later tokens follow a
-    wrong draft.
-    """
+    """Tokens after the first one that differs from its draft are dropped, because they follow a wrong draft."""
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
         num_accepted += 1

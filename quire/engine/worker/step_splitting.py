@@ -30,12 +30,10 @@ class StepSplitter:
         can_split: Callable[[ScheduledRequest], bool],
         steps_until_retry: int = _STEPS_UNTIL_RETRY,
     ) -> None:
-        """`compute` may be called again for parts of a batch that ran out of memory."""
         self._compute = compute
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
-        """Steps of more tokens are split before they are computed."""
         self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
@@ -112,8 +110,8 @@ def num_tokens(batch: SchedulerOutput) -> int:
 
 
 def split_batch(batch: SchedulerOutput, can_split: Callable[[ScheduledRequest], bool]) -> list[SchedulerOutput]:
-    """Returns two parts with about half of the tokens each. If there is a single row that cannot be split, returns one
-    part without the row's draft tokens, or nothing if it has none.
+    """If there is a single row that cannot be split, returns one part without the row's draft tokens, or nothing if it
+    has none.
     """
     first: list[ScheduledRequest] = []
     rest = list(batch.scheduled_requests)

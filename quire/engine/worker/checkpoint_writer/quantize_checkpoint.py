@@ -127,7 +127,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """Lm_head is always among them, even if it is tied, because other programs treat it as a linear of its own."""
+    """The list always has lm_head, even if it is tied, because other programs treat it as a linear of its own."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)

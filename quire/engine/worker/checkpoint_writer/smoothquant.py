@@ -36,7 +36,7 @@ class ActivationRange:
 
 @torch.inference_mode()
 def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> list[ActivationRange]:
-    """Runs the model on the samples on the CPU. Raises ConfigError."""
+    """Raises ConfigError."""
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
@@ -151,7 +151,7 @@ def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:
-    """Raises ConfigError, and ModelError if every norm has a reader other than linears."""
+    """Raises ConfigError and ModelError."""
     smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
     if not smoother.num_norms:
         raise ModelError("model: each of its norms feeds something other than linears, so nothing can be smoothed")

@@ -1,8 +1,7 @@
 """CUDA graphs of decode steps. One launch replaces a few hundred kernel launches, so the GPU never waits for Python.
 
-A graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Padding
-rows use a scratch slot. All graphs of a size share buffers. Separate graphs sample greedily, and run draft heads once
-the sampled tokens are stored.
+A graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Separate
+graphs sample greedily, and run draft heads once the sampled tokens are stored.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """By (size, max blocks). Each is captured with the first decode graph of the same size and max blocks."""
+        """Each is captured with the first decode graph of the same size and max blocks."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)

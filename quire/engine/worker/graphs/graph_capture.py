@@ -142,9 +142,8 @@ class CudaGraphCapture:
         return graph.replay, result
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Take the pool out of capture mode and use a new one. If ending a capture fails, the pool stays in capture
-        mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory used by several streams would then never be freed, and
-        nothing else could be captured into the pool.
+        """If ending a capture fails, the pool stays in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Memory
+        used by several streams would then never be freed, and nothing else could be captured into the pool.
         """
         device = self._stream.device_index
         with suppress(Exception):  # the capture ended properly or never began

@@ -1,8 +1,8 @@
 """CUDA graphs of small mixed batches, which have decodes and then chunks of a few prompts.
 
-A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding consists of valid work on the
-scratch slot: decodes, and prefill sequences that take all remaining tokens. So no sequence is empty and every token
-belongs to a sequence, as some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47).
+Padding consists of valid work on the scratch slot: decodes, and prefill sequences that take all remaining tokens. So no
+sequence is empty and every token belongs to a sequence, as some libraries require
+(https://github.com/sgl-project/sgl-flash-attn/pull/47).
 
 vLLM has piecewise graphs, one set for each number of tokens, and runs attention between the pieces. That needs fewer
 graphs, but launching attention from the host takes most of a small step's time.
@@ -35,8 +35,7 @@ NUM_PREFILL_ROWS = 8
 
 MIN_IDLE_STEPS = 256
 """A graph is replaced only if none of this many later mixed batches that fit a graph used it. A capture takes as long
-as two or three steps, so captures then cost a few percent of the time at most, even if all steps ask for different
-graphs.
+as two or three steps, so captures then cost a few percent of the time at most.
 """
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
@@ -107,9 +106,7 @@ class MixedBatchGraphs:
         self._requested_once: set[MixedGraphKey] = set()
         self._num_planned = 0
         self._last_uses: dict[MixedGraphKey, int] = {}
-        """Maps a captured graph to the value of `_num_planned` at the graph's last use. The least recently used graph
-        comes first.
-        """
+        """The least recently used graph comes first."""
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 

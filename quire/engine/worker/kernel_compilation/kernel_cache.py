@@ -28,9 +28,7 @@ use the temporary folder.
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """If Triton's cache is not writable, use a folder of this user in the temporary folder and return a note. Call
-    before Triton compiles. Raises ConfigError.
-    """
+    """Call before Triton compiles. Raises ConfigError."""
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
             del os.environ[name]
@@ -53,9 +51,7 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 @contextmanager
 def compile_lock(progress: Callable[[], None], seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once. On
-    file systems without locks, no process waits.
-    """
+    """Hold a lock while kernels are compiled, so that replicas which start together compile each kernel only once."""
     lock: int | None = None
     with suppress(OSError):
         lock = os.open(_cache_folder() / COMPILE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -31,7 +31,7 @@ def allocate_runner_resources(
     max_model_len: int,
     shares: StateSlotCounts,
 ) -> RunnerResources:
-    """`num_blocks` counts the blocks of one KV cache group. Raises ConfigError if memory is short."""
+    """`num_blocks` counts the blocks of one KV cache group. Raises ConfigError."""
     device = chosen.device
     backend = chosen.backend
     groups = len(loaded.kv_groups.windows)

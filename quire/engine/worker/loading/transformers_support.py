@@ -60,9 +60,7 @@ def transformers_description_suffix(model: Decoder) -> str:
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Raises ConfigError if --deterministic requires independence that the model lacks, and ModelError as
-    is_batch_invariant does.
-    """
+    """Raises ConfigError with --deterministic, and ModelError."""
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
@@ -85,9 +83,7 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Returns whether prompts have the same logits, bit for bit, if computed alone and if chunked and batched. Raises
-    ModelError if the difference is too large for rounding, because the class then ignores positions.
-    """
+    """Raises ModelError if the difference is too large for rounding, because the class then ignores positions."""
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
     logits_by_row = dict[int, list[Tensor]]()

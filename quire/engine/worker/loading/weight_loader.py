@@ -63,9 +63,7 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """If the model ties its head to the embedding, a stored head replaces a missing embedding. Raises ModelError if
-    head and embedding differ, which may happen in replacement weights.
-    """
+    """If the model ties its head to the embedding, a stored head replaces a missing embedding."""
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
         return
@@ -89,7 +87,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Torch.isfinite takes ten times as long. 8-bit floats and integers count as finite, because their scales are
+    """`torch.isfinite` takes ten times as long. 8-bit floats and integers count as finite, because their scales are
     checked instead.
     """
     return (

@@ -1,6 +1,4 @@
-"""Offloads weights. CPUs leave experts or layers on disk (weights_on_disk), and GPUs leave layers in host memory
-(cpu_offload_gb).
-"""
+"""CPUs leave experts or layers on disk (weights_on_disk), and GPUs leave layers in host memory (cpu_offload_gb)."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """The weights are final when the context exits. Raises ConfigError if the disk is full or offloading is
-    impossible.
-    """
+    """The weights are final when the context exits. Raises ConfigError."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):

@@ -37,7 +37,6 @@ _NO_TIMEOUT = timedelta(days=365)
 """The first rank's end is detected in other ways."""
 
 ReadMessage = Callable[[], bytes | None]
-"""Returns None once the first rank has ended."""
 
 
 def run_follower(
@@ -77,7 +76,7 @@ def run_follower(
         return 1
     except (RankEnded, ConnectionError):
         rank.close_group()
-        while read_message() is not None:  # until the first rank ends this process
+        while read_message() is not None:
             pass
     return 0
 

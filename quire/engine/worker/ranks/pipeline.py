@@ -29,8 +29,6 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
-    """The followers are all stages except the last, in order."""
-
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
 
@@ -121,7 +119,7 @@ class _InFlightStep:
     pending_step: PendingStep | None = None
 
     def sample_tokens(self) -> None:
-        """Does nothing: `result` computes the step, and the scheduler waits for tokens that grammars need."""
+        """Does nothing, because `result` computes the step."""
 
     def result(self) -> ModelRunnerOutput:
         return self.runner.finish_steps_through(self).result()

@@ -19,7 +19,7 @@ class FollowerAdapterLoader:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """`failed` says how it ended on the first rank. Raises RuntimeError if it ended differently here."""
+        """`failed` says how the load ended on the first rank. Raises RuntimeError if it ended differently here."""
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

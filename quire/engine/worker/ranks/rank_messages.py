@@ -13,7 +13,7 @@ from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """The first message to a follower. Its reply is the result of START, a LoadedPart."""
+    """The reply is the result of START, a LoadedPart."""
 
     config: str
     rank: int
@@ -54,15 +54,11 @@ KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
 
 
 class RankMethods(ABC):
-    """The first rank calls these methods on its followers. A follower that fails sends the error as the result of
-    START, and ends.
-    """
+    """A follower that fails sends the error as the result of START, and ends."""
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Check that all ranks are connected. On a GPU, run the largest step. Return the bytes available on this rank's
-        device or machine.
-        """
+        """Check that all ranks are connected. Return the bytes available on this rank's device or machine."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None: ...
@@ -96,9 +92,7 @@ class RankMethods(ABC):
         """`files`: contents by file name. They are sent to other machines only, and once per adapter."""
 
     @abstractmethod
-    def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until the adapter is usable or has failed."""
-
+    def await_adapter(self, slot: int, *, failed: bool) -> None: ...
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:
         """`content` comes from `encode_call`."""

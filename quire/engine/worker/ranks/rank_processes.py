@@ -41,7 +41,6 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
-"""Time for a process to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL's calls in graphs take memory that was not reserved, gigabytes with some drivers
@@ -195,7 +194,6 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raises EngineError with the reason if a rank ends, or if a GPU gives up waiting for a rank."""
         self._raise_failure()
         try:
             yield
@@ -220,10 +218,8 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Return a function that reads the followers' results.
-
-        Call that function before the next call. It waits up to the given seconds (None: forever), and raises the
-        followers' errors, or EngineError if a result is missing.
+        """Call the returned function before the next call. It waits up to the given seconds (None: forever), and raises
+        the followers' errors, or EngineError if a result is missing.
         """
         self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
 
@@ -255,9 +251,7 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """On GPUs, returns the available bytes of the GPU with the least, times the number of ranks. On CPUs, returns
-        those of the machine with the least. Raises ConfigError if ranks cannot connect.
-        """
+        """Raises ConfigError if ranks cannot connect."""
         others = self.call_followers(RankMethods.measure_memory)
         with self.rank_failures_as_engine_errors():
             check_connection(self.group, self._device, self.setting)

@@ -31,7 +31,7 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A machine that is silent for this long counts as lost. This time and a restart together take less than 10 s."""
+"""This time and a restart together take less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
 
@@ -66,7 +66,6 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings whose values on this machine replace those of machine 0."""
     cores: list[int]
-    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -136,9 +135,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """Returns None once the rank has ended, or if no readable message comes within `silence`; in that case the rank
-        counts as lost.
-        """
+        """After `silence` without a readable message, the rank counts as lost."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -152,7 +149,7 @@ class RemoteRank:
 
 class NodeRendezvous:
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """Raises ModelError, and ConfigError if this machine cannot listen at `master_addr`."""
+        """Raises ModelError and ConfigError."""
         self._config, self._silence = config, silence
         self._own_request = make_join_request(config, 0, 0)
         self._ranks: dict[int, RemoteRank] = {}

@@ -1,6 +1,5 @@
 """Tensor parallelism. All ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first
-rank, which is the engine, sends each command before executing it. So every rank builds its own tensors, captures the
-same graphs, and launches a step before the previous step's tokens are read.
+rank, which is the engine, sends each command before executing it.
 """
 
 from __future__ import annotations

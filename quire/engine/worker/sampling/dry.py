@@ -37,7 +37,7 @@ class DryRule:
     breaker_lengths: np.ndarray
     """[L] int64: the distinct lengths of sequence breakers."""
     breaker_hashes: np.ndarray
-    """[B] int64, sorted. With hashes, finding thousands of sequence breakers takes as long as finding one."""
+    """[B] int64, sorted."""
     powers: np.ndarray
     """[2, max_length + the longest breaker] int64: powers of _FACTOR and of its inverse, for hashes of windows."""
 
@@ -68,7 +68,6 @@ def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _mix(tokens: Any) -> Any:
-    """`tokens`: an array or a tensor of int64."""
     mixed = (tokens + 1) * _MIX_FACTOR
     return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
 
@@ -80,9 +79,7 @@ def _list_powers(factor: int, count: int) -> np.ndarray:
 
 
 def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> None:
-    """Changes logits [vocab] in place. `token_ids`: [n] int32, the prompt and the answer. The host does not wait for a
-    GPU.
-    """
+    """Changes logits [vocab] in place. `token_ids`: [n] int32, the prompt and the answer."""
     tokens = token_ids if rule.last_n < 0 else token_ids[-rule.last_n :]
     if len(tokens) < 2:
         return

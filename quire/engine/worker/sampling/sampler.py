@@ -92,8 +92,7 @@ class HostLogitsProcessor:
                 logits[index, ids] -= presence + frequency * counts
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        # On one core, NumPy unpacks bits 20 times as fast as PyTorch's shifts. PyTorch also has threads that wait for
-        # each other, which costs milliseconds per token if other programs use the cores.
+        # On one core, NumPy unpacks bits 20 times as fast as PyTorch's shifts.
         bits = np.unpackbits(mask.bitmask_words.view(np.uint8), axis=1, bitorder="little")
         for row, allowed in zip(mask.rows, bits[:, : logits.shape[1]].view(bool), strict=True):
             values = logits[row].cpu().numpy()

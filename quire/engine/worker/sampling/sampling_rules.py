@@ -34,12 +34,12 @@ class RequestSamplingRules:
     biases_before_min_tokens: dict[int, float]
     """`biases`, and -inf for tokens that end the answer. They apply until there are min_tokens."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Each has two or more tokens. Its last token may not follow its other tokens."""
+    """Each has two or more tokens."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence and frequency penalty."""
     dry: DryRule | None
     has_rare_filters: bool
-    """If True, rare_filters.py applies all filters, and the kernels apply none."""
+    """If True, rare_filters.py applies all filters."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
@@ -144,9 +144,7 @@ class LogitsProcessor(Protocol):
         """No pair (row, token id) occurs twice."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        """Sets the logit of a word's last token to -inf after the word's other tokens. `words`: row index, row, and
-        words.
-        """
+        """`words`: row index, row, and words."""
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
         """All `rows` have penalties."""

@@ -80,7 +80,6 @@ class SlotGrammars:
         return self._loading
 
     def admit_request(self, new_request: NewRequestData) -> None:
-        """Start the matcher after the tokens generated so far."""
         slot, params = new_request.slot, new_request.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self.release_slot(slot)

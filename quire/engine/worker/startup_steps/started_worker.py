@@ -64,7 +64,7 @@ def make_engine_info(
 
 
 def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
-    """Takes a second for a vocabulary of 32,000 tokens. Raises ModelError if no tokenizer fits the model."""
+    """Takes a second for a vocabulary of 32,000 tokens. Raises ModelError."""
     tokenizer = read_tokenizer(config, path)
     return GrammarCompiler(make_grammar_vocabulary(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
 

@@ -1,6 +1,4 @@
-"""Explains why a GPU that seems to be present is not used. If --device is auto, the start then reports this and serves
-on the CPU.
-"""
+"""Explains why a GPU that seems to be present is not used."""
 
 from __future__ import annotations
 

@@ -108,7 +108,6 @@ class _TrialOutcome:
 
 
 def _decode_verdict(answer: bytes) -> TrialVerdict | None:
-    """Returns None if a library ended the process before it wrote the verdict."""
     try:
         return msgspec.json.decode(answer.removeprefix(READY), type=TrialVerdict)
     except msgspec.MsgspecError:

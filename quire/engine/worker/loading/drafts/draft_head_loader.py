@@ -94,7 +94,7 @@ class LoadedDraftHead:
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
-    """Raises QuireError and ValueError if the head does not fit the decoder."""
+    """Raises QuireError and ValueError."""
     speculative = config.speculative_config
     assert speculative is not None
     assert speculative.model is not None

@@ -9,7 +9,7 @@ from quire.engine.worker.device_plan import DevicePlan
 
 
 def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
-    """Raises ConfigError if max_model_len is longer than the model or the KV cache allows."""
+    """Raises ConfigError."""
     check_max_model_len(model_config, config.max_model_len)
     element_sizes = KVElementSizes(chosen.kv_dtype.itemsize, chosen.dtype.itemsize)
     specs = chosen.spec.kv_cache_specs
