@@ -116,7 +116,7 @@ class WorkerNode:
             except ConnectionError:
                 pass
             finally:
-                end_processes([child], 0.0)  # the process has no state that must be saved
+                end_processes([child], 0.0)
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
         address = f"{self._config.master_addr}:{self._config.master_port}"

@@ -73,7 +73,7 @@ class BatchSampler:
             unmodified = logits[reported]
         table = self._input_batch.token_ids
         rows, mask = [], None
-        if self._model.shard.rank == 0:  # other ranks receive the tokens
+        if self._model.shard.rank == 0:
             rows = [
                 SamplingRow(
                     each.rules, each.new_request.seed, length, each.new_request.num_prompt_tokens, table, row.slot

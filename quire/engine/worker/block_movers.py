@@ -17,7 +17,7 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
     """`identity` names everything that the blocks' bits depend on. `on_claim` receives the ids of blocks that are about
-    to be written; only the host's mover calls it.
+    to be written.
     """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)

@@ -275,7 +275,7 @@ class DevicePlan:
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """ "auto" means the model's dtype."""
+    """The value "auto" means the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
@@ -309,7 +309,6 @@ def choose_device_plan(
         if backend_tried
         else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend, child_trials)
     )
-    # Each rank tries its own GPU, or reads the verdict that the first rank saved.
     stepwise_recurrence_reason = enable_chunks_after_trial(text_backend, device, dtype, spec, child_trials)
     return DevicePlan(
         spec,

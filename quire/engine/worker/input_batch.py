@@ -77,9 +77,7 @@ class InputBatch:
         self.recurrent_states = recurrent_states
         self._max_drafts = slot_states.max_drafts
         self._has_draft_states = slot_states.max_drafts > 0 and any(recurrent_states)
-        self._has_recurrent_matrices = any(
-            len(layer_states) > 1 for layer_states in recurrent_states
-        )  # some layer has states other than convolution columns
+        self._has_recurrent_matrices = any(len(layer_states) > 1 for layer_states in recurrent_states)
         self.block_size, self.max_model_len = block_size, max_model_len
         self.context_shard = single_shard(block_size) if context_shard is None else context_shard
         self._tokens_in_page = self.context_shard.token_range_in_page
@@ -177,9 +175,7 @@ class InputBatch:
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """Returns False, and records nothing, if one of the slots has no recorded length because its request is new. No
-        graph can run such a step.
-        """
+        """Returns False, and records nothing, if one of the slots has no recorded length because its request is new."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):

@@ -220,7 +220,7 @@ class ModelRunner:
         sample_targets = prepared.sample_targets
         self._apply_copies(batch)
         if not batch.scheduled_requests:
-            nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # already on the host
+            nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)
             return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptLogprobTargets] = []
         extra_tensors: list[Tensor] = []
@@ -429,7 +429,7 @@ class ModelRunner:
                     context = self._input_batch.adapter_context(np.full(len(part), row.slot))
                     logits = self._model.compute_logits(hidden[begin + first : begin + first + len(part)], context)
                     if self._model.shard.rank > 0:
-                        continue  # only the first rank has all logits
+                        continue
                     (tokens,) = upload_arrays([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptLogprobTargets(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)

@@ -30,7 +30,7 @@ def start_worker(
     tensors: NamedTensors | None = None,
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
-    """If given, `tensors` replace the files' weights. `progress` is called after every layer. Raises ConfigError."""
+    """`progress` is called after every layer. Raises ConfigError."""
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)
     is_cuda = device.type == "cuda"

@@ -1,6 +1,5 @@
-"""SmoothQuant (Xiao et al., 2023). A few inputs of a linear are many times larger than the others. Each input is
-divided by a factor, max|input|^a / max|weight|^(1 - a). The preceding norm's weights absorb the division, and the
-linear's weights for that input are multiplied by the factor.
+"""SmoothQuant (Xiao et al., 2023). Each input is divided by a factor, max|input|^a / max|weight|^(1 - a). The preceding
+norm's weights absorb the division, and the linear's weights for that input are multiplied by the factor.
 """
 
 from __future__ import annotations

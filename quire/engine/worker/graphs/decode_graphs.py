@@ -24,8 +24,8 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 FIRST_GRAPH_CONTEXT = 2048
-"""In tokens. Each further graph allows contexts four times as long. Kernels split work by the longest context of a
-graph, so one graph for all contexts would be slow for short ones.
+"""In tokens. Kernels split work by the longest context of a graph, so one graph for all contexts would be slow for
+short ones.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
@@ -89,7 +89,6 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """Each is captured with the first decode graph of the same size and max blocks."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)

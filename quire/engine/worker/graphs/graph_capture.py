@@ -81,7 +81,7 @@ class GraphSet(Generic[GraphKey]):
             captured = self._capture(count_runs)
         except RankEnded:
             raise
-        except Exception as error:  # out of memory, CUDA capture or Triton errors
+        except Exception as error:
             why = describe_kernel_error(error)
             if self._group is not None and not runs:  # failed in the first, eager run
                 wrong = f"a step of {rows} rows failed on one of several ranks, before a graph recorded it: {why}"
@@ -92,7 +92,7 @@ class GraphSet(Generic[GraphKey]):
             captured, why = None, why or "another rank cannot capture it"
         if captured is None:
             self.eager_reasons[key], self._num_rows[key] = why, rows
-            if self._group is not None and self._group.rank > 0:  # follower notes are not shown
+            if self._group is not None and self._group.rank > 0:
                 log.warning("steps of %d rows run without a graph: %s", rows, why)
         else:
             self.graphs[key] = CapturedGraph(*captured)

@@ -24,9 +24,7 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
-        """`compute_head_states` runs after sampling, with the tokens' slots, metadata, hidden and auxiliary hidden
-        states.
-        """
+        """`compute_head_states` runs after sampling."""
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots

@@ -129,7 +129,7 @@ class ImageEncoderCache:
 
     def _get_features(self, new_request: NewRequestData, span: MediaSpan) -> Tensor:
         key = new_request.cache_salt, span.digest
-        if key not in self._cache:  # evicted since it was encoded
+        if key not in self._cache:
             self._encode_images({key: _find_image_by_digest(new_request, span.digest)})
         self._cache.move_to_end(key)
         features = self._cache[key]

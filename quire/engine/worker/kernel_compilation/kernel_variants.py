@@ -54,7 +54,7 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
         logits = model.compute_logits(rows_hidden)
         if model.adapters is not None:
             model.compute_logits(rows_hidden, _adapter_context(rows_hidden))
-    if model.shard.rank == 0:  # other ranks receive the tokens
+    if model.shard.rank == 0:
         _launch_sampler_variants(logits, slots)
 
 

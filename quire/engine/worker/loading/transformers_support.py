@@ -83,7 +83,9 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Raises ModelError if the difference is too large for rounding, because the class then ignores positions."""
+    """Raises ModelError if the logits differ by more than rounding explains, because transformers' class then ignores
+    positions.
+    """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
     logits_by_row = dict[int, list[Tensor]]()

@@ -54,7 +54,7 @@ class Stages(MultiProcessRanks):
 
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
         super().allocate_on_followers(num_blocks, max_model_len, sequences, snapshots)
-        for read in self._answer_readers:  # from now on stages only report progress
+        for read in self._answer_readers:
             reporter_arguments = (partial(read, None), self._progress)
             threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()
 

@@ -200,7 +200,7 @@ class MultiProcessRanks(RankGroup):
         except (RankEnded, ConnectionError, TimeoutError) as error:
             self._rank_ended.wait(self.stop_seconds)  # a pipe breaks just before its process ends
             raise EngineError(self.failure or "a rank has closed its pipe") from error
-        except RuntimeError as error:  # from PyTorch
+        except RuntimeError as error:
             self._raise_failure(error)
             raise
         self._raise_failure()
@@ -307,7 +307,7 @@ class MultiProcessRanks(RankGroup):
         threading.Thread(
             target=_watch_process, args=watch_arguments, name=f"rank-{start.rank}-watch", daemon=True
         ).start()
-        with suppress(ConnectionError):  # already ended, as `read_answer` will report
+        with suppress(ConnectionError):
             process.send(encode_frame(start))
 
     def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:

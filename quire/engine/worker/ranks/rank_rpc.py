@@ -14,9 +14,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, as the first argument of users' functions. RPC_METHODS (common/executor.py) lists the methods that are
-    called by name.
-    """
+    """A rank, as the first argument of users' functions."""
 
     rank: int
     world_size: int
@@ -37,7 +35,7 @@ def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
     """Returns a pickled pair: (value, None), or (None, error message) if the call fails."""
     try:
         path, call = pickle.loads(content)
-        sys.path += [each for each in path if each not in sys.path]  # to import the function's module
+        sys.path += [each for each in path if each not in sys.path]
         try:
             method, args, kwargs = pickle.loads(call)
         except (AttributeError, ImportError) as error:

@@ -136,7 +136,7 @@ class RemoteRank:
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
         """After `silence` without a readable message, the rank counts as lost."""
-        with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
+        with suppress(RuntimeError, msgspec.DecodeError):
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
             ):
@@ -202,7 +202,7 @@ class NodeRendezvous:
     def _print_once(self, text: str) -> None:
         if text not in self._printed:
             self._printed.add(text)
-            with suppress(OSError):  # the output may be closed or full
+            with suppress(OSError):
                 print(f"quire: {text}", file=sys.stderr, flush=True)
 
     def _make_join_reply(self, join_request: JoinRequest) -> JoinVerdict:

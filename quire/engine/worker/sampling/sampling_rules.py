@@ -28,7 +28,7 @@ class RequestSamplingRules:
     keeps_logits_unchanged: bool
     is_greedy_only: bool
     allowed_token_ids: np.ndarray | None
-    """Int64."""
+    """int64."""
     biases: dict[int, float]
     """Bad words of a single token have -inf."""
     biases_before_min_tokens: dict[int, float]
