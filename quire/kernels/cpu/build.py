@@ -51,7 +51,6 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
-    """Return the first words of the compiler's command; None if there is no compiler."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
@@ -74,8 +73,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Build missing and outdated libraries. Returns the compiler's output by failed instruction set. Deletes outdated
-    libraries of other sets. A concurrent build waits.
+    """Returns the compiler's output by failed instruction set. Deletes outdated libraries of other sets. A concurrent
+    build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

@@ -41,12 +41,10 @@ class KernelCalls(ABC):
     """
 
     @abstractmethod
-    def empty_like(self, x: Any) -> Any:
-        """Return an uninitialized tensor like x."""
+    def empty_like(self, x: Any) -> Any: ...
 
     @abstractmethod
-    def empty_half_width(self, x: Any) -> Any:
-        """Like empty_like, half as wide."""
+    def empty_half_width(self, x: Any) -> Any: ...
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:
@@ -64,12 +62,10 @@ class KernelCalls(ABC):
     def num_tokens_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
-    def token_width_argument(self, x: Any) -> Any:
-        """Return the number of elements per token."""
+    def token_width_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
-    def num_elements_argument(self, x: Any) -> Any:
-        """Return the number of elements in x."""
+    def num_elements_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
     def step_inputs(self, metadata: Any) -> StepInputs: ...

@@ -10,7 +10,7 @@ from quire.kernels.cpu import native_library
 
 
 class CompiledLinearBase:
-    """A linear of the C++ kernels. A subclass must keep alive the memory that `native` points to."""
+    """A subclass must keep alive the memory that `native` points to."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
@@ -43,7 +43,7 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
-    """A linear whose weights are not quantized. They have the dtype of x."""
+    """A linear whose weights are not quantized."""
 
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool

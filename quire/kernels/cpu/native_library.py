@@ -335,7 +335,6 @@ class NativeLibrary:
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """Return this CPU's best library, or in one line why there is none."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
@@ -363,17 +362,15 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """Return this CPU's best instruction set if its library is missing, otherwise None."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
 
 def is_amx_refused() -> bool:
-    """True if the OS denies this process the CPU's AMX tiles."""
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Return the sets that this CPU supports, built or not, best last. Needs the plain library."""
+    """Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -22,7 +22,6 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Return free bytes; None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
@@ -52,7 +51,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 for CPUs and CUDA, and float32 for other devices, because Apple's GPUs and some of Intel's lack
-    float64.
-    """
+    """Apple's GPUs and some of Intel's lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

@@ -21,9 +21,7 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """Where decodes end and prompts begin in a mixed batch. query_start and key_start are those of the prompts, counted
-    from 0.
-    """
+    """query_start and key_start are those of the prompts, counted from 0."""
 
     num_decodes: int
     """Number of leading sequences with one query: at least one, but not all sequences."""
@@ -34,9 +32,7 @@ class PrefillDecodeSplit:
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """counts and contexts [S] int64 are the queries and keys per sequence; key_start is [S + 1]. Returns None if no
-        split is needed.
-        """
+        """counts and contexts [S] int64 are the queries and keys per sequence; key_start is [S + 1]."""
         ones = counts == 1
         decodes = len(counts) if ones.all() else int(ones.argmin())
         if not 0 < decodes < len(counts):
@@ -50,9 +46,7 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """Return `metadata` with parts in every KV cache group. The parts hold only what attention needs. query_start,
-        key_start: this split's arrays on the device.
-        """
+        """The parts hold only what attention needs. query_start, key_start: this split's arrays on the device."""
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
         decodes = AttentionMetadata(
@@ -108,7 +102,7 @@ class PagedAttentionBackend(TorchBackend):
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """Return metadata for decodes followed by prompts. linear: for all tokens. CUDA graphs can record this call."""
+    """`linear` is for all tokens. CUDA graphs can record this call."""
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -165,7 +159,6 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Call `attend` for each part, or once without parts. q is [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

@@ -21,8 +21,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """Return the sequence that a tile belongs to, and the tile's index within the sequence. Sequence s starts at tile
-    query_start[s] // BLOCK_Q + s. So each sequence has enough tiles, and the host need not compute their numbers.
+    """Sequence s starts at tile query_start[s] // BLOCK_Q + s. So each sequence has enough tiles, and the host need not
+    compute their numbers.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -53,7 +53,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """Merge two parts, each (maximum in base 2, sum of weights, weighted values)."""
+    """A part is (maximum in base 2, sum of weights, weighted values)."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -74,7 +74,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows. If MASKED, load 0 for rows that are not `inside`, because their page may be unwritten."""
+    """If MASKED, load 0 for rows that are not `inside`, because their page may be unwritten."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -88,7 +88,6 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """Return the scale of each key or value, [BLOCK_N] float32."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -107,9 +106,6 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, hide keys from `end` on, and from each query the keys that
-    it may not see.
-    """
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -187,10 +183,7 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). `row` has indices in [T *
-    HEADS]. `filled` [BLOCK_M, D_PAD] is a mask of real elements. The tile needs keys `begin` to `end`. Every query sees
-    the keys before `full`, unless a window hides them.
-    """
+    """`row` has indices in [T * HEADS]. Every query sees the keys before `full`, unless a window hides them."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tile
@@ -309,7 +302,6 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """Store a rank's row of D + 2 elements: weighted values [D], maximum, sum."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -320,9 +312,7 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce splits, which are read all at once. out is [T * HEADS, D], or [T * HEADS, D + 2] with ranks. Grid: T *
-    HEADS, tiles of D.
-    """
+    """out is [T * HEADS, D], or [T * HEADS, D + 2] with ranks."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -378,7 +368,7 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge parts [RANKS, rows, D + 2] to out [rows, D]. Rows are T * HEADS. Grid: rows."""
+    """Merge parts [RANKS, rows, D + 2] to out [rows, D]. Rows are T * HEADS."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

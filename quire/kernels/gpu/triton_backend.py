@@ -28,7 +28,7 @@ class TritonBackend(TritonLinearBackend):
     """Paged attention for any block size on any GPU that Triton supports. Pages are [page, token, KV head, head_dim].
 
     The host never waits. Grids follow from shapes and the metadata's two maxima, so a decode in a CUDA graph stays
-    correct as contexts grow. There is no autotuning. Only the first launch of a variant compiles, which takes seconds.
+    correct as contexts grow. There is no autotuning.
     """
 
     name = "triton"
@@ -71,7 +71,6 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
-        """Compute attention for metadata without decode_prefill_parts. For `shard` see triton_paged_attention.py."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)

@@ -22,9 +22,7 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Return the normed row. ADD: norm x + residual, and store that sum to residual. CENTRED: LayerNorm with bias,
-    otherwise RMSNorm.
-    """
+    """ADD: norm x + residual, and store that sum to residual. CENTRED: LayerNorm with bias, otherwise RMSNorm."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
@@ -45,7 +43,6 @@ def _norm_kernel(
     out, x, residual, weight, bias, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, SIZE]. Grid: rows."""
     i = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
     tl.store(
@@ -72,7 +69,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm if bias is None. Overwrites and returns x and residual if they are contiguous."""
+    """Overwrites and returns x and residual if they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -91,9 +88,7 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """Return the block size, which is `size` rounded up to a power of two, and the number of warps. In blocks of 512 to
-    8,192 numbers, a thread loads 32 bytes of bfloat16.
-    """
+    """In blocks of 512 to 8,192 numbers, a thread loads 32 bytes of bfloat16."""
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 
@@ -112,7 +107,6 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out [rows, size] from gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -140,7 +134,6 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Store k and v [T, WIDTH]. Grid: T."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -162,7 +155,6 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
-    """Return one half of each head, [heads, half] float32, normed where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 
@@ -173,7 +165,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
+    """qkv [T, HEADS + 2 * KV_HEADS, D]."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     i = tl.arange(0, HALF_PAD)[None, :]

@@ -27,21 +27,18 @@ def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @triton.jit
 def integer_scale(most):
-    """Return the bfloat16 scale of a head with largest magnitude `most`."""
     return tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38).to(tl.bfloat16)
 
 
 @triton.jit
 def to_integer(x, scale):
-    """Return x / scale as int8, with ties rounded to even. The rounding works because a float32 above 2^23 has no bits
-    for a fraction.
-    """
+    """Ties round to even, because a float32 above 2^23 has no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def to_float8(x):
-    """Return the bits of float8. Ties round to even, and values saturate at 448."""
+    """Ties round to even, and values saturate at 448."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
@@ -52,7 +49,7 @@ def to_float8(x):
 
 @triton.jit
 def from_float8(codes):
-    """Return float8 bits as float32. NaN becomes 480."""
+    """NaN becomes 480."""
     bits = codes.to(tl.uint32)
     bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)  # the exponent is 120 too small
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -60,7 +57,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """Return codes, without scales, in `like`'s dtype, which represents them exactly."""
+    """`like`'s dtype represents the codes exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

@@ -14,11 +14,11 @@ FIXED_SPLIT = 512
 _MIN_EVEN_SPLIT, _MAX_EVEN_SPLIT = 256, 8192
 MAX_SPLITS = 32
 MAX_PARTIAL_SUMS = 2**26
-"""Maximum number of stored partial sums, of 4 bytes each."""
+"""A sum has 4 bytes."""
 
 
 class AttentionTiles(NamedTuple):
-    """Tile sizes of attention. Rows (block_m) are query tokens times heads of a group."""
+    """Rows (block_m) are query tokens times heads of a group."""
 
     block_m: int
     block_n: int
@@ -41,9 +41,8 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """Return the number of splits of `seen` keys: `wanted`, but at most `most`, and at most as many as splits of
-    `least` keys would need. A decode gets more than `wanted` if splits would otherwise be longer than _MAX_EVEN_SPLIT,
-    because one long context would delay all others.
+    """A decode gets more than `wanted` if splits would otherwise be longer than _MAX_EVEN_SPLIT, because one long
+    context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -52,7 +51,6 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Return the number of the GPU's multiprocessors, or an arbitrary number under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -73,14 +71,12 @@ def is_hopper(device: int | None) -> bool:
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """Return True for compute capability 12.0, where the same tiles need more registers."""
+    """There the same tiles need more registers."""
     return cuda_capability(device) == 120
 
 
 def cuda_capability(device: int | None) -> int | None:
-    """Return 90 for compute capability 9.0, and so on, of the target that `is_hopper` describes. Return None for AMD's
-    GPUs, under the interpreter and without a driver.
-    """
+    """The target is that of `is_hopper`. None means an AMD GPU, the interpreter or no driver."""
     try:
         backend, architecture = ("", 0) if knobs.runtime.interpret else _compile_target(device)
     except RuntimeError:  # without a driver nothing is launched
@@ -95,9 +91,7 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate float32 weighted values [rows, splits, width], maxima and sums [rows, splits]. In one tensor the
-    alignment of sums, and so the kernel variant, would depend on rows and splits.
-    """
+    """In one tensor the alignment of sums, and so the kernel variant, would depend on rows and splits."""
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     return weighted, peaks, totals

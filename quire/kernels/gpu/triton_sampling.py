@@ -29,7 +29,6 @@ MAX_VOCAB = 2**19 - 1
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """Return weights relative to the largest logit, `peak`, both as float32 bits and in fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -44,7 +43,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Find each chunk's largest logit and the first token with it: [rows, chunks]. Grid: rows, chunks."""
+    """places [rows, chunks] get the first token with the chunk's largest logit."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -59,7 +58,7 @@ def sum_chunk_weights(
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
     """Sum each chunk's weights after min-p to kept [rows, chunks]. If FILTERED, also compute counts and masses [rows,
-    chunks, levels] before min-p. Grid: rows, chunks.
+    chunks, levels] before min-p.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -101,7 +100,7 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store candidates in vocabulary order, unless there are more than _CANDIDATES. Grid: rows, chunks."""
+    """Store candidates in vocabulary order, unless there are more than _CANDIDATES."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -135,7 +134,6 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """Return (first index in mass [N] where the cumulative sum exceeds `target`, sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -143,7 +141,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """Return u * mass, but at most mass - 1, because the product may round up to mass."""
+    """u * mass may round up to mass, so it is limited to mass - 1."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -151,9 +149,6 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Return the number and total weight of tokens whose weight has at least the bits `least`, in the vocabulary if
-    ALL, otherwise among the candidates.
-    """
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -173,9 +168,7 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return the bits of the least weight that top-k keeps, and that top-p keeps among the tokens left by top-k.
-    `whole` is the weight of all tokens.
-    """
+    """Return the bits of the least weight that top-k keeps, and that top-p keeps among the tokens left by top-k."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -214,9 +207,6 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """Return the first token where the chunk's cumulative weight exceeds `left`. Tokens with bits below `least` count
-    as 0.
-    """
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -247,7 +237,6 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Write the sampled tokens to picks [rows] int64. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)

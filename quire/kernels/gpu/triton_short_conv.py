@@ -18,7 +18,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """Load a token's column. Gated columns are rounded to bcx's dtype."""
+    """Gated columns are rounded to bcx's dtype."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -46,7 +46,6 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store columns in blocks if IN_PAGES, otherwise the remaining columns in slots."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels

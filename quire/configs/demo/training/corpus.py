@@ -49,7 +49,7 @@ _NOUN = re.compile(r"\b(" + "|".join(sorted(_SINGULAR, key=len, reverse=True)) +
 
 
 def clean(raw: str) -> list[str]:
-    """Return the paragraphs without scanning marks and with plain quotes. Only verse keeps its line breaks."""
+    """Return the paragraphs without scanning marks and with plain quotes."""
     text = raw.translate(_QUOTES).replace("\r\n", "\n")
     text = re.sub(r"\[(Illustration|Picture|Footnote|Transcriber)[^\]]*\]", "", text)
     text = re.sub(r"\[\d+\]|\{\d+\}|\*+", "", text)
@@ -97,7 +97,7 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """Return each .txt file's stories, as lists of paragraphs. Raises ValueError if there are none."""
+    """Raises ValueError if there are none."""
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -168,7 +168,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
-    """Replace the noun and its plural. Keeps capitals and adapts "a" and "an"."""
+    """Keeps capitals and adapts "a" and "an"."""
 
     def put(match: re.Match) -> str:
         lead, word = match.group(1) or "", match.group(2)
@@ -290,7 +290,6 @@ def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> li
 
 
 def chats(folder: Path, train: list[list[str]], count: int, rng: random.Random) -> list[Chat]:
-    """Four in five requests are for a story."""
     pool = passages(train)
     openings = ["\n\n".join(story[:6]) for story in train if len(story[0]) > 80 and _STORY_START.match(story[0])]
     questions = question_turns(folder, train)

@@ -84,7 +84,7 @@ class Windows:
         self.rest = np.empty(0, np.uint16)
 
     def take(self, length: int, aligned: bool) -> np.ndarray:
-        """Return the next tokens. An aligned window starts with a document."""
+        """An aligned window starts with a document."""
         parts, have = ([], 0) if aligned else ([self.rest], len(self.rest))
         while have < length:
             if not self.order:
@@ -174,7 +174,6 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
-    """Return the mean loss per token over the first `most` windows (None: all)."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -285,7 +284,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """Save the weights in bf16, with transformers' names."""
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     part = out / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
@@ -313,7 +311,7 @@ def save_settings(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, out: Path) -> None:
-    """Round the weights to bf16 in place, evaluate them, and write the results to the model card."""
+    """Rounds the weights to bf16 in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

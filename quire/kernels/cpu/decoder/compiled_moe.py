@@ -14,7 +14,6 @@ from quire.kernels.routing import MoE, MoEComponents
 
 
 def make_compiled_moe(library: native_library.NativeLibrary, experts: MoEComponents) -> MoE | None:
-    """Return None if a linear or the routing rule has no compiled kernel."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     if len(ours) < len(linears) or experts.routing.score_function not in COMPILED_SCORE_FUNCTIONS:
@@ -73,7 +72,7 @@ class CompiledMoE:
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """If router_input is None, the router reads x. Raises TypeError for a wrong shape or dtype."""
+        """Raises TypeError for a wrong shape or dtype."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):

@@ -73,7 +73,6 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Return the weights' bytes, rounded up to pages for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
@@ -89,7 +88,6 @@ class DiskLayerStreamer(LayerStreamer):
         return memory
 
     def _read_layer(self, layer: int, memory: Tensor) -> None:
-        """Raises OSError."""
         target, begin = memory.numpy().data, 0
         for held in self._buffers.get(layer, ()):
             piece, done = self._arena.file_extent(held.weights), 0
@@ -138,9 +136,7 @@ class DiskLayerStreamer(LayerStreamer):
             self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Start reading the layer into its slot, unless the slot has the layer or is being filled with it. Repeats the
-        read if the last one failed.
-        """
+        """Repeats the read if the last one failed."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

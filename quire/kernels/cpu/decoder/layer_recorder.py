@@ -31,8 +31,7 @@ _ALIGNMENT = 64
 """In bytes. A buffer's bytes per token are a multiple of this."""
 
 
-class _UnsupportedOperation(Exception):
-    """No compiled kernel supports the operation."""
+class _UnsupportedOperation(Exception): ...
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +77,6 @@ mapping. Then come the table and the mapping of each other group.
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Records operations as kernel calls. Raises _UnsupportedOperation if no compiled kernel supports an operation."""
-
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
         self._hidden = hidden
@@ -98,7 +95,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """Record a layer. Its result must replace its input in memory, so that any range of layers can run."""
+        """The result must replace the input in memory, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
@@ -201,7 +198,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """If dtype is None, the model's dtype is used."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -264,7 +260,6 @@ def record_layers(
     starts: bool,
     groups: int,
 ) -> RecordedLayers | None:
-    """Return None if no compiled kernel supports one of the operations."""
     recorder = _LayerRecorder(library, hidden, dtype, groups)
     try:
         for index, layer in enumerate(layers):

@@ -137,7 +137,6 @@ class MappedDiskExperts(DiskExperts):
         """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Number of steps between rebalances."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -188,7 +187,7 @@ class MappedDiskExperts(DiskExperts):
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Turn the prefetching of likely experts of the next layer on or off. Measurements turn it off."""
+        """Measurements turn it off."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -271,7 +270,6 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Return the bytes that this process has read from disks, or 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -11,7 +11,6 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 COMPILED_RULES = (DeltaRule, StateSpace, SelectiveScan)
-"""The rules that C++ kernels compute. Other rules run on the reference."""
 
 
 class RecurrenceKernelArguments(NamedTuple):

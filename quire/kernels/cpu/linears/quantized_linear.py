@@ -18,14 +18,12 @@ _MAX_SCALE_BLOCK = 96
 """Maximum inputs of x per scale, the same as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""By the setting activation_bits: a threshold. A row of x is rounded in blocks. A block is rounded to 16 bits instead
-of 8 if its largest absolute value exceeds the threshold times the root mean square of these values of all blocks in the
-row.
+"""The keys are values of activation_bits. A block of x is rounded to 16 bits instead of 8 if its largest absolute value
+exceeds the threshold times the root mean square of these values of all blocks in the row.
 """
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
-    """Return the weights; None if the integer kernels cannot fuse them."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
         has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped
@@ -75,7 +73,6 @@ class CompiledQuantizedLinear(CompiledLinearBase):
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
 
     def look_up_rows(self, ids: Tensor) -> Tensor:
-        """Return dequantized rows [ids, in] in x's dtype."""
         assert len(self._packed) == 1, "a table is one weight"
         ids = ids.long().contiguous()
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
@@ -120,13 +117,11 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _held_bits(weight: GroupedWeight) -> int:
-    """Return the stored bits per code: 3 or 2 instead of 4 if codes have at most 8 or 4 values."""
     count = 16 if weight.code_values is None else len(weight.code_values)
     return weight.bits if weight.bits == 8 or count > 8 else 3 if count > 4 else 2
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Return the largest multiple of 16, up to _MAX_SCALE_BLOCK, that divides the size of every group."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # possible only if all inputs are one group, which is padded

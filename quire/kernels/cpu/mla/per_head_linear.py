@@ -14,7 +14,6 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 def make_compiled_per_head_linear(
     library: native_library.NativeLibrary, linears: Sequence[Linear], passthrough_dim: int
 ) -> Linear | None:
-    """Return None if a linear has no compiled kernel."""
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     return CompiledPerHeadLinear(library, ours, passthrough_dim) if len(ours) == len(linears) else None
 

@@ -14,7 +14,6 @@ _PANEL_OUTPUTS = 64
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """Return the weights; None if the kernel cannot fuse them."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None

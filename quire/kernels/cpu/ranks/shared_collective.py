@@ -73,6 +73,5 @@ class SharedCollective(Collective):
 
 
 def _create_unlinked_file() -> int:
-    """For systems without memfd_create."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

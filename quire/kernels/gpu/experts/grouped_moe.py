@@ -26,16 +26,13 @@ if TYPE_CHECKING:
 
 _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
-"""Outputs per program."""
 _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert. Tiles are small up to the first number, and large above the second."""
+"""Average rows per expert."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""Tiles for 16-bit weights, and the bytes of shared memory that they need."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""Limits for large tiles of quantized weights: maximum inputs per step, and minimum bytes of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,6 @@ class ExpertLinearGroup:
 
     @classmethod
     def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertLinearGroup | None:
-        """Return None if the linears have different formats or are unsupported."""
         packed_parts = [_packed_weight_and_bias(each) for each in linears]
         known = [each for each in packed_parts if each is not None]
         if (
@@ -78,13 +74,12 @@ class ExpertLinearGroup:
 
     @property
     def is_plain(self) -> bool:
-        """Neither quantized nor biased."""
         return self.biases is None and self.parts[0].kernel_form == _UNQUANTIZED_FORM
 
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """Return [rows, outs]. count: experts on all ranks. order, starts, of_tokens: see triton_experts.py."""
+        """count: experts on all ranks."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -160,7 +155,6 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """Return None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     if gate_up is None or down is None:
         return None
@@ -171,7 +165,7 @@ def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -
 def _choose_grouped(
     gate_up: ExpertLinearGroup, down: ExpertLinearGroup, per_token: int
 ) -> tuple[GroupedMatmul, int] | None:
-    """None if PyTorch's product cannot multiply these experts, is wrong, or is not faster. It takes no biases."""
+    """PyTorch's product takes no biases."""
     if not gate_up.is_plain or not down.is_plain:
         return None
     matmul = make_grouped_matmul([each.codes for each in gate_up.parts], [each.codes for each in down.parts])
@@ -211,9 +205,9 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 def sort_rows_by_expert(
     chosen: Tensor, experts: int, first: int = 0, *, zero_starts: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns the order, and where
-    experts start. If `zero_starts`, the starts are 0 where no kernel writes them: `dry_run_for_variants` launches no
-    Triton kernel but does call a library, which must then find no rows.
+    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. If `zero_starts`, the starts are
+    0 where no kernel writes them: `dry_run_for_variants` launches no Triton kernel but does call a library, which must
+    then find no rows.
     """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = (torch.zeros if zero_starts else torch.empty)(experts + 1, dtype=torch.int32, device=chosen.device)
@@ -222,7 +216,7 @@ def sort_rows_by_expert(
 
 
 def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Return addresses, which are valid while the tensors live."""
+    """Addresses are valid while the tensors live."""
     return [[each.data_ptr() for each in row] for row in tensors]
 
 
@@ -238,7 +232,7 @@ def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None
 
 
 def _choose_expert_tiles(rows: int, dtype: torch.dtype, part: PackedWeight, *, fixed: bool) -> MatmulTiles:
-    """Choose tiles for the average rows per expert. Measured on an H100."""
+    """`rows` is the average number per expert. Measured on an H100."""
     tiles = choose_matmul_tiles(rows, dtype, fixed=fixed, part=part)
     if fixed or rows <= _MAX_SMALL_TILE_ROWS or dtype == torch.float32:
         return tiles

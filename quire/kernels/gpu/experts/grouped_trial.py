@@ -28,7 +28,7 @@ _RUNS, _CALLS_PER_RUN = 5, 3
 
 
 class TrialRows(NamedTuple):
-    """Random rows. The first expert has none, and some rows are another rank's."""
+    """The first expert has none, and some rows are another rank's."""
 
     x: Tensor
     """[tokens, hidden]."""
@@ -39,7 +39,6 @@ class TrialRows(NamedTuple):
 
 
 TritonProducts = Callable[[TrialRows], object]
-"""Launches both products by Triton's kernel."""
 
 VERDICTS: dict[tuple[object, ...], int | None] = {}
 """By device and shapes, so that one layer is tried. A cached function would keep the layer's weights."""
@@ -56,7 +55,6 @@ def find_min_rows(matmul: GroupedMatmul, run_triton: TritonProducts, per_token: 
 
 
 def _try_sizes(matmul: GroupedMatmul, run_triton: TritonProducts, per_token: int) -> int | None:
-    """Tries the largest size first, and ends where Triton's kernel is as fast."""
     least = None
     try:
         for tokens in reversed(TRIAL_TOKENS):
@@ -104,7 +102,7 @@ def _draw_rows(matmul: GroupedMatmul, tokens: int, per_token: int) -> TrialRows:
 
 
 def _run_grouped(matmul: GroupedMatmul, rows: TrialRows, per_token: int) -> tuple[Tensor, Tensor]:
-    """Return both products. There is no activation between them."""
+    """There is no activation between the products."""
     gathered, _ = matmul.gather_rows(rows.x, rows.order, rows.starts, per_token)
     gate_up = multiply_groups(gathered, matmul.gate_up, rows.starts)
     return gate_up, multiply_groups(rows.hidden, matmul.down, rows.starts)
@@ -146,7 +144,6 @@ def refuse_waits(device: torch.device) -> Iterator[None]:
 
 
 def measure_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the device's time for a call, the best of some runs."""
     call()  # may compile
     best = float("inf")
     for _ in range(_RUNS):

@@ -16,7 +16,6 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
-    """Return False for attention that only the reference supports."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None

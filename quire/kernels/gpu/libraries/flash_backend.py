@@ -136,7 +136,7 @@ class FlashPagedBackend(PagedAttentionBackend):
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities. () means those of flash-attn 2."""
+    """() means those of flash-attn 2."""
     batch_variance_reason = ""
     """Why a row's bits depend on the batch even if deterministic, or "" if they do not."""
 
@@ -165,7 +165,6 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """Return the module, or why it is unusable."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -177,7 +176,6 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Return the keys or values [T, K, D] of the step's tokens."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 

@@ -36,9 +36,6 @@ _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """Return (rows of the tile, mask of the rows with the tile's nth adapter, that adapter's slot). Slot 0 means no
-    adapter.
-    """
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -57,8 +54,7 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for
-    ranks of the row's adapter. Grid: tiles * `most` (the maximum of adapters per tile), parts * blocks of ranks,
-    splits.
+    ranks of the row's adapter. `most` is the maximum of adapters per tile.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -157,7 +153,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Return the linear's roundings, and None, because adapters need unrounded x."""
+        """None is added, because adapters need unrounded x."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 

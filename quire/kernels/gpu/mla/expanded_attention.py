@@ -16,8 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """See ExpandablePerHeadLinear.attend_expanded. halves: the two parts of kv_b_proj. The first, [H, L, P], makes the
-    unrotated parts of keys; the second, [H, V, L], makes values.
+    """halves: the two parts of kv_b_proj. The first, [H, L, P], makes the unrotated parts of keys; the second, [H, V,
+    L], makes values.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape

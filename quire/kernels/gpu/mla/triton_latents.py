@@ -16,10 +16,6 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence that a tile belongs to, and the tile's index within the sequence. Sequence s starts at tile
-    query_start[s] * HEADS // BLOCK_M + s. So each sequence has enough tiles, and the host need not compute their
-    numbers.
-    """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -32,7 +28,6 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """Load rows, and 0 for those not `inside`, whose page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -41,7 +36,7 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the page of each key before `end` in the tile at `begin`; a scalar if the tile lies in one page."""
+    """The result is a scalar if the tile lies in one page."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -55,7 +50,6 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Process keys from `begin` up to `begin` + BLOCK_N, at most to `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -91,9 +85,8 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Process keys `begin` to `end`. Loads page ids one tile ahead, because Triton prefetches latents only if their
-    address does not depend on a load in the same iteration. A separate unmasked loop would cost registers and
-    instruction fetches.
+    """Loads page ids one tile ahead, because Triton prefetches latents only if their address does not depend on a load
+    in the same iteration. A separate unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -115,9 +108,6 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, q's latent part, q's rotated part, positions, indices in [T * HEADS], mask of real rows, end of
-    the keys).
-    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -148,7 +138,6 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: keys per partial softmax, or 0 to compute a single softmax."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -183,7 +172,6 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A split has up to `length` keys. `kept` has each row's index in [T * HEADS], and whether the row is real."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)

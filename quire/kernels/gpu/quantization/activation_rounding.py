@@ -21,7 +21,6 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""A block has SCALE_BLOCK inputs."""
 _ROW_BLOCK = 4096
 _GATE_BLOCK = 2048
 _TRIAL_SHAPE = (17, 4096)
@@ -39,7 +38,6 @@ class EightBitRounding(ActivationRounding):
     """
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
-        """Round x [rows, in]."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
@@ -131,7 +129,6 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """False if a row has fewer than SCALE_BLOCK numbers, or if the trial on this GPU fails."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None
@@ -141,7 +138,6 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Return and log why norms and gates cannot round on this GPU; None if they can."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
     except Exception as error:  # falls back to unfused rounding

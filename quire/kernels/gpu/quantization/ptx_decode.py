@@ -10,7 +10,6 @@ import triton.language as tl
 from triton import knobs
 
 HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
-"""False in Triton's interpreter and on AMD GPUs."""
 
 _ONE_BITS = {True: 0x3F80, False: 0x3C00}
 """1.0 as bfloat16 (True) and float16."""
@@ -65,7 +64,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Return PTX that decodes the part-th byte of both 16-bit words in $1, from float8 (e4m3) or integers."""
+    """Floats are float8 (e4m3)."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
@@ -93,7 +92,7 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Return precomputed text, the only kind that kernels can read."""
+    """Kernels can read only precomputed text."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 

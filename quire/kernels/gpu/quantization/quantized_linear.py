@@ -34,7 +34,6 @@ log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
-"""From this many rows on, weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words per long step, and the bytes of shared memory that three such steps take with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
@@ -44,7 +43,7 @@ _MIN_STEPS = 4
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """A linear of several parts, which have the same input. The outputs of the parts are concatenated."""
+    """The parts have the same input. Their outputs are concatenated."""
 
     def __init__(
         self,
@@ -113,7 +112,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """Return x @ part.T + bias in `dtype`. `out` may be columns of a wider tensor."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -140,7 +138,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """Return how x is rounded if it has many rows; None if it is not."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -194,7 +191,6 @@ def pack_without_trial(
 def pack_quantized_embedding(
     weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
 ) -> QuantizedEmbedding | None:
-    """Return None if `pack_quantized` does, or if inputs are reordered."""
     linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].input_order is not None:
         return None
@@ -203,7 +199,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """True if the GPU multiplies float8, and on the CPU (Triton's interpreter)."""
+    """True on the CPU, for Triton's interpreter."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
@@ -215,9 +211,7 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Return small tiles for few rows, whose time goes to reading weights. fixed: the same for any `rows`. part: weight
-    to decode. Measured on an H100.
-    """
+    """Few rows get small tiles, because their time goes to reading weights. Measured on an H100."""
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
     nibbles = False
@@ -237,8 +231,8 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Return into how many parts the inner dimension is divided, and the words per part. Neither depends on x. The sums
-    that the parts store take less memory than the weights.
+    """The length is in words. Neither number depends on x. The sums that the parts store take less memory than the
+    weights.
     """
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
@@ -248,7 +242,7 @@ def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[in
 
 
 def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
-    """Write x [rows, in] @ weight.T + bias to `out`, which may be columns of a wider tensor."""
+    """`out` may be columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = (
@@ -308,7 +302,6 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dequantized rows [ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

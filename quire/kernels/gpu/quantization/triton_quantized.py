@@ -85,8 +85,8 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Return the start of outputs n. STEP words of each of LINES outputs lie side by side, then the next STEP of each.
-    Outputs past the last get valid pointers, because reading elsewhere may fault.
+    """STEP words of each of LINES outputs lie side by side, then the next STEP of each. Outputs past the last get valid
+    pointers, because reading elsewhere may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -99,7 +99,6 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return for outputs n one scale per part of the step that begins at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -123,8 +122,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sum over words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, followed by the next
-    codes. Scales are read one step ahead, because Triton prefetches only dot operands.
+    """The lowest codes of BLOCK_K words are consecutive inputs, followed by the next codes. Scales are read one step
+    ahead, because Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -217,7 +216,6 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32. A part has `length` words of each line. Grid: tiles, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -235,7 +233,6 @@ def multiply_split_k(
 def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add the parts' sums in order, then apply the factors and the bias."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -253,7 +250,6 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights of outputs from `first` on to out [rows, inner]. Grid: tiles of outputs, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -307,9 +303,7 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """x has one scale per row, weights one factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles
-    are neighbors in the grid, to share the cache.
-    """
+    """WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors in the grid, to share the cache."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
     first = tl.program_id(0) // width * TOGETHER
@@ -342,9 +336,6 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks of
-    outputs.
-    """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -361,9 +352,7 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the weight's rows `ids`, dequantized, to out [ids, inner]. STEP is the BLOCK_K of the matrix products.
-    Grid: ids, blocks of columns.
-    """
+    """STEP is the BLOCK_K of the matrix products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

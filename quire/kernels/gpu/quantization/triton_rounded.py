@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Return where a column is stored. Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the first
-    has the low bytes, the second the high bytes.
+    """Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the first has the low bytes, the second the
+    high bytes.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -35,7 +35,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """Move codes at a distance of PAIRED next to each other. The row must hold whole pairs of steps."""
+    """The row must hold whole pairs of steps."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
@@ -65,7 +65,6 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, size] to codes [rows, size] and scales [blocks, rows]. Grid: rows, blocks / BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -74,7 +73,6 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """x [rows, size] to codes [rows, size] and scales [rows]. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -123,7 +121,6 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute codes [rows, size] and scales [blocks, rows] of the gate's output. Grid: rows, blocks / BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -138,7 +135,6 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read a row's inputs twice: first to compute the row's scale, then, from the cache, to round."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

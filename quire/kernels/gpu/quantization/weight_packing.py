@@ -15,9 +15,6 @@ _STEP_SIZES = (64, 32, 16)
 """
 SCALE_BLOCK = 128
 INTERLEAVED_OUTPUTS = 64
-"""Number of outputs that are interleaved: one step of words of each output, then the next step of each. So reads are
-contiguous.
-"""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
 """Maximum padding that a longer step may add, as a fraction of a line."""
@@ -49,7 +46,6 @@ class PackedWeight:
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Number of outputs that share a line, in which their steps alternate."""
 
     @property
     def nbytes(self) -> int:
@@ -73,23 +69,17 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
-        """Inputs per step if words have two 8-bit codes, otherwise 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Scales and offsets for the kernel. If the weight has none, another tensor, which the kernel does not read,
-        takes the place of None.
-        """
+        """A tensor that the kernel does not read takes the place of None."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """Return None if groups are not multiples of a step. If weights are 8-bit integers with one scale and no offset per
-    output, x is rounded to 8 bits.
-    """
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -115,7 +105,7 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
     """If the table's values are consecutive integers, shift the codes so that each value is code - 8 and no table is
-    needed. Otherwise return the weight unchanged.
+    needed.
     """
     values = weight.code_values
     if values is None or values != tuple(range(values[0], values[0] + len(values))):
@@ -127,9 +117,7 @@ def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """Return None if the inputs per scale are not multiples of a step. If `native`, the GPU multiplies float8, and x is
-    rounded to float8 if scales cover whole rows or multiples of SCALE_BLOCK inputs.
-    """
+    """If `native`, the GPU multiplies float8."""
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
     if not steps:
@@ -152,9 +140,7 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """Interleave outputs, so that reads, which dominate the time of few rows, are contiguous. Zero-pads outputs. Byte
-    codes and weights for PyTorch's products stay unchanged.
-    """
+    """Interleave outputs, so that reads, which dominate the time of few rows, are contiguous."""
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
     padded = F.pad(part.codes, (0, 0, 0, -part.out_features % INTERLEAVED_OUTPUTS))
@@ -163,9 +149,7 @@ def interleave_output_rows(part: PackedWeight) -> PackedWeight:
 
 
 def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Join adjacent parts that have the same format and the same input order, by concatenating their outputs. Call
-    before `interleave_output_rows`.
-    """
+    """Call before `interleave_output_rows`."""
     merged = list(parts[:1])
     for each in parts[1:]:
         last = merged[-1]
@@ -199,14 +183,11 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """Return the longest step that splits the inputs into whole pairs of steps, or the longest if none does."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """codes are [out, in]. The first of two steps becomes the low bytes of words, the second the high bytes. If inputs
-    are not a multiple of two steps, codes stay unchanged.
-    """
+    """codes are [out, in]. The first of two steps becomes the low bytes of words, the second the high bytes."""
     if codes.shape[1] % (2 * step):
         return codes.contiguous()
     return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)

@@ -63,7 +63,6 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """Return why packed weights fail; None if they multiply correctly or the format is unsupported."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)

@@ -9,9 +9,7 @@ from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
 def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
-    """Allocate a result for the rows of q [T, H, any], with `values` elements per head. With a shard, the tensor is for
-    a packed partial softmax.
-    """
+    """q is [T, H, any]. With a shard, the tensor is for a packed partial softmax."""
     if shard is None:
         return q.new_empty((*q.shape[:2], values))
     return q.new_empty((*q.shape[:2], values + 2), dtype=torch.float32)

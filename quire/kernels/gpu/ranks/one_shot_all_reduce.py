@@ -183,6 +183,5 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Return another rank's memory, as this rank's GPU reaches it."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -41,8 +41,8 @@ def split_into_bfloat16_pair(x):
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """Return a chunk's sequence, and its index there. Sequence s after `decodes` has chunks from number query_start[s]
-    // 64 + s on, so sequences share none. Some numbers may be unused.
+    """Sequence s after `decodes` has chunks from number query_start[s] // 64 + s on, so sequences share none. Some
+    numbers may be unused.
     """
     row = 0
     for begin in range(0, seqs, 256):
@@ -55,9 +55,7 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """Return a chunk's first token, and the number of the sequence's tokens from there on; 0 if not computed
-    in chunks.
-    """
+    """The length reaches to the sequence's end. It is 0 if the sequence is not computed in chunks."""
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
@@ -104,8 +102,7 @@ def prepare_delta_chunks(
 ):  # fmt: skip
     """Compute the terms without S. systems [chunks, HEADS, 64, 64] get A below the diagonal, beta on it. The last two
     tiles of [chunks, HEADS, 4, 64, 64] bfloat16 get coefficients of d in readouts. factors [chunks, HEADS, 4, 64] get
-    those of q S, of k S, of d in the next matrix, and of the matrix. KEY_BLOCK:
-    elements of keys that are loaded at a time.
+    those of q S, of k S, of d in the next matrix, and of the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)

@@ -41,9 +41,7 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to a position's inputs. These are in the step or, before `first`, among the slot's
-    draft inputs.
-    """
+    """A position's inputs are in the step or, before `first`, among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -68,7 +66,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the inputs of draft tokens. Runs after all programs have read the draft inputs of the previous step."""
+    """Runs after all programs have read the draft inputs of the previous step."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)

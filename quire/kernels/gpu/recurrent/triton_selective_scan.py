@@ -17,7 +17,6 @@ from quire.kernels.gpu.recurrent.triton_common import (
 def _load_scan_token(
     numbers, others, wanted, k_at, channel, inside, KEY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return x [BLOCK], b and c [KEY_PAD], and dt [BLOCK] for BLOCK channels, all 0 unless `wanted`."""
     x = tl.load(numbers + channel, mask=wanted & inside, other=0.0)
     b = tl.load(numbers + CHANNELS + k_at, mask=wanted & (k_at < KEY), other=0.0)
     c = tl.load(numbers + CHANNELS + KEY + k_at, mask=wanted & (k_at < KEY), other=0.0)
