@@ -48,7 +48,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:
-        """Return an uninitialized [T, *shape]. If dtype is None, x's dtype is used."""
+        """Return an uninitialized [T, *shape]."""
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:

@@ -185,7 +185,7 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 class WeightArena:
     """Memory for weights, on huge pages if available, because page table walks of 4 KB pages slow weight streaming by
-    up to a third. Tensors share large mappings.
+    up to a third.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(TritonLinearBackend):
-    """Paged attention for any block size on any GPU that Triton supports. Pages are [page, token, KV head, head_dim].
+    """Paged attention for any block size on any GPU that Triton supports.
 
     The host never waits. Grids follow from shapes and the metadata's two maxima, so a decode in a CUDA graph stays
     correct as contexts grow. There is no autotuning.

@@ -37,7 +37,6 @@ def _page_column_pointer(
 
 
 _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
-"""Pointers that may be unaligned."""
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)

@@ -162,7 +162,6 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten to at most `limit` characters, if possible to whole sentences."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
 
@@ -195,9 +194,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """In 15 % of stories about things, and 45 % of others, another noun of the same class replaces the noun, so the
-    model learns to copy it from the request.
-    """
+    """Another noun of the same class sometimes replaces the noun, so the model learns to copy it from the request."""
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
     start = bool(_STORY_START.match(text))
@@ -266,9 +263,7 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """Read `*.jsonl` files with fields "question" and "answer". A request quotes a paragraph that contains the answer.
-    Questions without such a paragraph are dropped.
-    """
+    """Read `*.jsonl` files with fields "question" and "answer". A request quotes a paragraph with the answer."""
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]
     for index, paragraph in enumerate(texts):

@@ -36,7 +36,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """An MoE that one C++ call computes. All linears must be compiled and have no adapter slots."""
+    """All linears must be compiled and have no adapter slots."""
 
     def __init__(
         self,

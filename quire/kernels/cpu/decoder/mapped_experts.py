@@ -40,7 +40,7 @@ class RelocatableWeights(NamedTuple):
 
 
 class ReopenedFile:
-    """A second descriptor of an open file, for direct I/O if the file system allows it. The file may be unnamed."""
+    """A second descriptor of an open file, for direct I/O if the file system allows it."""
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC

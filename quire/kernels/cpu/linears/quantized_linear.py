@@ -1,5 +1,3 @@
-"""Integer products with x, which is quantized on the fly."""
-
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Base of the flash-attn backends. Pages are [page, token, KV head, head_dim]."""
+"""Base of the flash-attn backends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""PyTorch's copy of flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
-softcap.
-"""
+"""PyTorch's copy of flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them)."""
 
 from __future__ import annotations
 

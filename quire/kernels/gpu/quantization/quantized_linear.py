@@ -199,7 +199,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """True on the CPU, for Triton's interpreter."""
+    """Also true on the CPU, for Triton's interpreter."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 

@@ -56,7 +56,7 @@ def _quantize_and_store_blocks(
     scale = _quantization_scale(tl.max(tl.abs(numbers), 1), KIND)
     rounded = _quantize_values(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
     tl.store(codes + row * size + _interleaved_column(column, PAIRED), rounded, mask=column < size)
-    scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
+    scale += tl.sum(numbers * 0.0, 1)
     tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < size)
 
 
