@@ -35,7 +35,6 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
 
 
 def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
-    """Each array starts at a multiple of 16 bytes."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -43,7 +42,6 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Return views of the bytes that `pack_arrays_into` wrote."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)

@@ -77,9 +77,7 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages are [token, KV head, head_dim]. Subclasses compute only attention without a lookahead. PyTorch computes the
-    rest.
-    """
+    """Pages are [token, KV head, head_dim]. Subclasses compute only attention without a lookahead."""
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

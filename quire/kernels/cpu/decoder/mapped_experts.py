@@ -71,7 +71,6 @@ class MappedWeightArena(native_library.WeightArena):
         self._chunks: list[tuple[mmap.mmap, int]] = []  # pairs (mapping, its offset in the file)
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """For each layer, the kernel's struct and each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
         """Return [size] uint8 on pages that no other weights use. Raises OSError."""

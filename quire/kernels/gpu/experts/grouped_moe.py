@@ -40,7 +40,6 @@ class ExpertLinearGroup:
     """One linear of every expert, which kernels read by address, so nothing is copied."""
 
     parts: list[PackedWeight]
-    """All parts have one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -109,7 +108,6 @@ class GroupedMoE:
         down: ExpertLinearGroup,
         grouped: tuple[GroupedMatmul, int] | None = None,
     ) -> None:
-        """grouped: PyTorch's product, and the least number of rows that it multiplies."""
         self._backend = backend
         self._experts = experts
         self._gate_up = gate_up

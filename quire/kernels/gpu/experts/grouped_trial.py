@@ -45,9 +45,7 @@ VERDICTS: dict[tuple[object, ...], int | None] = {}
 
 
 def find_min_rows(matmul: GroupedMatmul, run_triton: TritonProducts, per_token: int) -> int | None:
-    """Return the least number of rows, counted once per chosen expert, from which on PyTorch's product serves. None:
-    Triton's kernel multiplies any number.
-    """
+    """Return the least number of rows, counted once per chosen expert, from which on PyTorch's product serves."""
     key = (matmul.down.device, matmul.gate_up.shape, matmul.down.shape, per_token)
     if key not in VERDICTS:
         VERDICTS[key] = _try_sizes(matmul, run_triton, per_token)

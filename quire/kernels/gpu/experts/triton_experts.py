@@ -154,7 +154,6 @@ def combine_expert_outputs(
     out, given, shares, chosen, places, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """If SORTED, the output of row r is given[places[r]]."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

@@ -86,7 +86,7 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
-    """Return the size of the counters, in whole 4 KiB pages. In a rank's memory they come before the numbers."""
+    """The counters come before the numbers in a rank's memory."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 

@@ -85,8 +85,8 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Gate y, loaded from `read`, with z. NORMED: apply RMSNorm to pieces of SIZE elements with norm [PIECES, SIZE],
-    before the gate if FIRST. ROUND: round y to z's dtype before the norm. SIGMOID: gates are sigmoids of z, not SiLU.
+    """NORMED: apply RMSNorm to pieces of SIZE elements with norm [PIECES, SIZE], before the gate if FIRST. ROUND: round
+    y to z's dtype before the norm. SIGMOID: gates are sigmoids of z, not SiLU.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i
