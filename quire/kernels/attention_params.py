@@ -14,11 +14,8 @@ class AttentionParams:
     window: int | None = None
     """Number of keys that a query sees, including its own. None: all keys."""
     softcap: float | None = None
-    """With a softcap c, a score s becomes c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Number of later keys that a query sees. None: all later keys. On GPUs, only 0 has a kernel. None is computed by
-    scaled_dot_product_attention if possible, everything else by the reference.
-    """
+    """Number of later keys that a query sees. None: all later keys. On GPUs, only 0 has a kernel."""
     relative_bias: Tensor | None = None
     """[H, 2 L + 15] float32 for contexts of up to L tokens. Column L - 1 + d is added to the score of a key that is d
     tokens after the query. The last 16 columns are unused.
@@ -32,12 +29,12 @@ class AttentionParams:
     """If True, windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
-        """Return the first key that a query at `position` (number or tensor) sees. May be below 0."""
+        """`position` is a number or a tensor. The result may be below 0."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """Return the window, or None, which is faster, if it hides no key in contexts of up to `longest` tokens.
-        Deterministic backends must not call this method, because `longest` depends on the batch.
+        """Return None, which is faster, if the window hides no key in contexts of up to `longest` tokens. Deterministic
+        backends must not call this method, because `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

@@ -47,10 +47,10 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """The term x @ down.T @ up.T (LoRA, Hu et al., 2021), which is added to some outputs of a linear."""
+    """The term x @ down.T @ up.T (LoRA, Hu et al., 2021)."""
 
     first_output: int
-    """The first output that the delta changes. A delta stays within one of the fused linears. Deltas do not overlap."""
+    """A delta stays within one of the fused linears. Deltas do not overlap."""
     down: Tensor
     """[rank, in_features] in the model's dtype."""
     up: Tensor
@@ -60,10 +60,10 @@ class LoraDelta:
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
     num_slots: int
-    """Slots are numbered from 1 to num_slots. Slot 0 means no adapter."""
+    """Slots are numbered from 1. Slot 0 means no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Number of outputs of each fused linear, in order."""
+    """One size per fused linear."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool
@@ -76,12 +76,11 @@ class LinearWithLora(ABC):
     """
 
     @abstractmethod
-    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """See `Linear`."""
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor: ...
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Pack an adapter's deltas for `put_adapter`. Thread-safe."""
+        """Thread-safe."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
@@ -100,8 +99,7 @@ class QuantizedEmbedding:
 class AttentionMetadata:
     """T tokens of S sequences in a step, on the model's device.
 
-    Tokens query_start[s] to query_start[s + 1] are the last ones of sequence s, whose KV is in the blocks of
-    block_table[s].
+    Tokens query_start[s] to query_start[s + 1] are the last ones of sequence s.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -126,14 +124,12 @@ class AttentionMetadata:
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
     per_layer_inputs: Tensor | None = None  # [T, W], additional input of layers
     recurrence_metadata: RecurrenceMetadata | None = None  # None: recurrent layers have attention's sequences
-    # The two parts of a mixed batch: see gpu/prefill_decode_split.py.
+    # The two parts of a mixed batch.
     decode_prefill_parts: tuple[AttentionMetadata, ...] = ()
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; () if unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """Return a copy whose `other_groups` have the tables and slot mappings from index 1 on. `tables` and
-        `slot_mappings` have one item per KV cache group, and item 0 must be this object's.
-        """
+        """The arguments have one item per KV cache group. Item 0 must be this object's."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -146,7 +142,6 @@ class AttentionMetadata:
 
     @property
     def rope_positions(self) -> Tensor:
-        """The positions that RoPE uses, [T] int64."""
         return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
@@ -164,7 +159,7 @@ class BidirectionalSpans:
     """
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
-    metadata: AttentionMetadata  # metadata of the P tokens, in which each span is one sequence that ends with the span
+    metadata: AttentionMetadata  # each span is one sequence that ends with the span
 
 
 class Operations(ABC):
@@ -182,7 +177,7 @@ class Operations(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
-        """Return the sum of x over ranks, or x itself if `group` is None. May overwrite x."""
+        """Return x itself if `group` is None. May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -201,12 +196,11 @@ class Operations(ABC):
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Like add_rms_norm, but with layer_norm."""
+    ) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return x + residual. May overwrite residual."""
+        """May overwrite residual."""
 
     @abstractmethod
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
@@ -261,8 +255,8 @@ class Operations(ABC):
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (see latent_params.py). Return q [T, H, any + R] with its last R
-        elements rotated. May overwrite q.
+        """Norm, rotate and store kv [T, L + R]. Return q [T, H, any + R] with its last R elements rotated. May
+        overwrite q.
         """
 
     @abstractmethod
@@ -287,13 +281,13 @@ class Operations(ABC):
         self, q: Tensor, cache: Tensor, selected: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """Compute paged_attention over latents (`AttentionParams.value_dim`), where a query sees only the keys in
-        `selected` (see select_keys).
+        `selected`.
         """
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
-        """Convolve bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels], and store all columns
-        (see short_conv.py). A sequence may start from columns that an earlier sequence of the step stores.
+        """Convolve bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels], and store all columns. A
+        sequence may start from columns that an earlier sequence of the step stores.
         """
 
     @abstractmethod
@@ -311,12 +305,10 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
-        """Concatenate [T, A] and [T, B] to [T, A + B]."""
+    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert to dtype."""
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -325,15 +317,14 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""Runs a range of layers. The residual passed in and the one returned are not yet added to x [T, hidden]. Without a
-residual, x is the embeddings. May overwrite both inputs.
+"""The residual passed in and the one returned are not yet added to x [T, hidden]. Without a residual, x is the
+embeddings. May overwrite both inputs.
 """
 
 
 class Backend(Operations):
     name: str
     block_size: int
-    """Tokens per KV block."""
     skips_negative_slots = False
     """If True, slots below 0 (other ranks' tokens) store nothing. If False, such tokens need slots in a
     scratch block.
@@ -345,7 +336,7 @@ class Backend(Operations):
     """Whether recurrences may be computed in chunks on this GPU. Hopper needs no trial."""
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """Create a backend for ranks that each hold an equal part of every block. Returns None if unsupported."""
+        """Create a backend for ranks that each hold an equal part of every block."""
         return None
 
     def chunked_recurrence_backend(self) -> Backend | None:
@@ -356,7 +347,7 @@ class Backend(Operations):
 
     @abstractmethod
     def description(self) -> str:
-        """Return text for the log: library, version, instruction set."""
+        """Library, version and instruction set for the log."""
 
     @abstractmethod
     def unsupported_reason(
@@ -367,13 +358,10 @@ class Backend(Operations):
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Like unsupported_reason, for a quantized KV dtype."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Like unsupported_reason, for AttentionParams' sinks, value_dim and has_chunked_window. Sparse attention is
-        computed only on CPUs.
-        """
+        """For AttentionParams' sinks, value_dim and has_chunked_window. Sparse attention is computed only on CPUs."""
         return None
 
     @abstractmethod
@@ -382,7 +370,7 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape of one layer's key cache, and of its value cache. The first axis is the block.
+        """The first axis is the block.
 
         dtype: of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * (D +
         num_scale_elements(dtype)) elements. Blocks of more than 16 tokens are ordered by tokens, so that their first
@@ -393,30 +381,25 @@ class Backend(Operations):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        """Store k and v [T, K, D] at slots [T]. They are quantized if the caches are."""
+        """k and v [T, K, D] are quantized if the caches are."""
 
     @abstractmethod
-    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
-        """Like silu_mul, but with the limits of `ClampedSwiGLU`."""
+    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor: ...
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Return a linear for x @ weight.T + bias. weight [out, in] may be freed afterwards. If wide, the result is
-        float32.
-        """
+        """weight [out, in] may be freed afterwards. If wide, the result is float32."""
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
-        """Return a linear from [T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in].
-        See mla/per_head_linear.py.
-        """
+        """Return a linear from [T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]."""
 
     @abstractmethod
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
         """Fuse weights that share an input into one linear. The weights may be freed afterwards. If x is rounded to
-        integers, a row's rounding does not depend on other rows. If wide, the result is float32.
+        integers, a row's rounding does not depend on other rows.
         """
 
     @abstractmethod
@@ -430,8 +413,7 @@ class Backend(Operations):
         return False
 
     @abstractmethod
-    def make_moe(self, experts: MoEComponents) -> MoE:
-        """Return a function that computes the weighted sum of chosen experts."""
+    def make_moe(self, experts: MoEComponents) -> MoE: ...
 
     @abstractmethod
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
@@ -449,15 +431,15 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Return one call that runs any range of `layers` with the same bits; None if unsupported. The residual stream
-        is [T, hidden] in `dtype`. If `starts`, the first layer begins it, so this layer gets no residual. groups:
-        number of block tables in the metadata.
+        """Return one call that runs any range of `layers` with the same bits. The residual stream is [T, hidden] in
+        `dtype`. If `starts`, the first layer begins it, so this layer gets no residual. groups: number of block tables
+        in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Return a file descriptor of memory that `count` processes of one machine inherit; None if unsupported.
-        row_bytes: bytes of the longest row to gather.
+        """Return a file descriptor of memory that `count` processes of one machine inherit. row_bytes: bytes of the
+        longest row to gather.
         """
         return None
 

@@ -30,9 +30,7 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Backends by device and major compute capability, fastest first. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
-reference is the last resort.
-"""
+"""Backends by device and major compute capability, fastest first."""
 
 
 def _make_triton(*, deterministic: bool = False) -> Backend:
@@ -160,9 +158,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """Create experts in a file in `folder`; None if unsupported. memory: bytes for the most used experts. Raises
-    OSError.
-    """
+    """`memory` is the number of bytes for the most used experts. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -172,9 +168,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """Create a streamer that stores layers in an unnamed file in `folder` and reads them from it. Return None unless
-    the backend is CpuBackend. Raises OSError.
-    """
+    """Store layers in an unnamed file in `folder`. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

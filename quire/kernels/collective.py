@@ -22,7 +22,7 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over ranks, with the same bits on each rank. May overwrite x."""
+        """All ranks get the same bits. May overwrite x."""
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -39,21 +39,19 @@ class Collective(ABC):
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return all ranks' x: [ranks, *x.shape]."""
+        """Return [ranks, *x.shape]."""
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] has one item for each rank. Returns the items for this rank, in the order of their senders."""
+        """x [ranks,...] has one item for each rank."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """Return whether all ranks succeeded. All ranks get the same answer. The host waits for it."""
+        """All ranks get the same answer. The host waits for it."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Within this context, methods return tensors of the right shapes without communication, for
-        `dry_run_for_variants`.
-        """
+        """Within this context, methods return tensors of the right shapes without communication."""
         raise NotImplementedError
 
     @abstractmethod

@@ -25,16 +25,14 @@ class SmallAllReduce(Protocol):
     """Sums small tensors outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Return whether `all_reduce` supports x's size and dtype. All ranks get the same answer."""
+        """All ranks get the same answer."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Like `Collective.all_reduce`, but never changes x."""
+        """Never changes x."""
 
-    def raise_if_failed(self) -> None:
-        """See `Collective.raise_if_failed`."""
+    def raise_if_failed(self) -> None: ...
 
-    def stop_waiting(self) -> None:
-        """Wake all waiting threads."""
+    def stop_waiting(self) -> None: ...
 
 
 class DistributedCollective(Collective):
@@ -122,11 +120,11 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """May wait for the other rank's `receive_tensor`. Raises RankEnded."""
+        """May wait for the other rank's `receive_tensor`."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
-        """Fill x, which must be contiguous. Raises RankEnded."""
+        """x must be contiguous."""
         self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
     def raise_if_failed(self) -> None:
@@ -173,9 +171,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """Return a collective over NCCL if `device` is a GPU, otherwise over sockets. `address` is this machine's. If
-    one_shot, GPUs of one machine sum small tensors with our own kernel if possible.
-    """
+    """`address` is this machine's. If one_shot, GPUs of one machine sum small tensors with our own kernel."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

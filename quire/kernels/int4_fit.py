@@ -64,7 +64,6 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, 32] from 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)
@@ -97,5 +96,4 @@ def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tens
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return the nearest codes, from 0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

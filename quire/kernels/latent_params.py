@@ -1,6 +1,5 @@
 """MLA (DeepSeek-V2, 2024) stores one latent per token, from which the keys and values of all heads derive, and one
-rotated key for all heads. Together they are one key of L + R elements, whose first L are the value. Queries are
-absorbed into latent space before attention, and the output is expanded afterwards.
+rotated key for all heads. Together they are one key of L + R elements, whose first L are the value.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotate the last R elements of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
@@ -48,7 +46,6 @@ def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tens
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotate x, if there is RoPE."""
     return x if latent.cos_sin is None else rotate_pairs(x, latent.cos_sin[positions], latent.is_interleaved)
 
 
@@ -63,8 +60,7 @@ def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
 class KeySelectionParams:
     """The indexer of DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, 2025). A token has one index key, and some index
     queries with a weight each. A key's score is the weighted sum of its products with the queries, where negative
-    products count as 0. Attention then sees the keys with the highest scores. DSA's constant factors of scores are left
-    out, because they do not change the order.
+    products count as 0. DSA's constant factors of scores are left out, because they do not change the order.
     """
 
     norm_weight: Tensor
@@ -75,7 +71,6 @@ class KeySelectionParams:
     cos_sin: Tensor
     """[max positions, R] float32: cosines, then sines, for the first R numbers of queries and keys."""
     is_interleaved: bool
-    """If True, rotated pairs are neighbors. Otherwise they are (i, i + R/2)."""
     top_k: int
 
 
@@ -88,7 +83,6 @@ def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) 
 
 
 def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
-    """Rotate index queries or keys [T, heads, D]."""
     size = params.cos_sin.shape[1]
     turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
     return torch.cat((turned, x[..., size:]), dim=-1)

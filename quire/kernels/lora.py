@@ -9,9 +9,7 @@ from quire.kernels.backend import Linear, LinearContext, LinearWithLora, LoraDel
 
 
 class ReferenceLinearWithLora(LinearWithLora):
-    """Adapters in plain PyTorch. Computes row by row, because products of one shape give a row the same bits in every
-    batch.
-    """
+    """Computes row by row, because products of one shape give a row the same bits in every batch."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -36,7 +34,6 @@ class ReferenceLinearWithLora(LinearWithLora):
 
 
 def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
-    """Return the delta for one row, in float32 or float64."""
     wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 

@@ -57,7 +57,6 @@ class QKNormRopeParams:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
-    """Norm and rotate x [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:
@@ -83,6 +82,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D], where element i pairs with i + D / 2. cos and sin are [T, 1, D / 2] float32."""
+    """x is [T, heads, D], cos and sin are [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

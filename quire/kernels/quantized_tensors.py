@@ -32,8 +32,8 @@ class NestedScales:
     """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32. They are half floats times powers of two. The numbers of an output that are in use
-    (see `used_blocks`) have similar magnitudes, so that half floats can store them after division by one power of two.
+    """[out, in / block] float32. The numbers of an output that are in use (see `used_blocks`) have similar magnitudes,
+    so that half floats can store them after division by one power of two.
     """
     multiples: Tensor
     """[out, in / group] int8, from 0 to 15 if the weight has offsets."""
@@ -43,11 +43,10 @@ class NestedScales:
         return self.multiples.shape[1] // self.blocks.shape[1]
 
     def to_groups(self) -> Tensor:
-        """Return the scales or offsets of groups, [out, in / group] float32."""
         return (self.blocks.unsqueeze(2) * self._block_multiples).flatten(1)
 
     def narrow(self, outputs: range | None, groups: range | None) -> NestedScales | None:
-        """Select outputs and groups; None if this would split a block."""
+        """None if this would split a block."""
         size, blocks = self.groups_per_block, None
         if groups is not None:
             if groups.start % size or groups.stop % size:
@@ -177,7 +176,6 @@ class Float8Weight:
         return scales.masked_fill(bad.unflatten(1, (-1, inputs)).any(2), torch.nan)
 
     def dequantize(self) -> Tensor:
-        """Return [out, in] float32."""
         outs, inner = self.shape
         scales = self.scales.repeat_interleave(self.scale_block[0], 0)[:outs].repeat_interleave(self.scale_block[1], 1)[
             :, :inner
@@ -231,21 +229,19 @@ class ActivationRounding(ABC):
 
     @abstractmethod
     def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
-        """Return silu_mul or gelu_mul of gate_up [T, 2 * F], rounded [T, F]. If `whole`, the result also has the
-        unrounded values.
-        """
+        """gate_up is [T, 2 * F], the result [T, F]."""
 
 
 class RoundedInputLinear:
     """A linear of one or more parts that accepts RoundedActivations if a part does."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Return each part's rounding for x of `rows` rows; None if a part needs unrounded x."""
+        """One item per part; None if a part needs unrounded x."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """Return the rounding, and whether a reader needs unrounded x; None: do not round."""
+    """None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

@@ -86,7 +86,6 @@ class ReferenceBackend(Backend):
         return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return [blocks, this rank's tokens of a block, K, D], where D includes the scales if quantized."""
         return (
             num_blocks,
             self.block_size // self.context_parallel_ranks,
@@ -134,7 +133,7 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """Attend from q [T, H, D] to this rank's tokens. Returns `PartialSoftmax.to_packed_tensor`."""
+        """Returns `PartialSoftmax.to_packed_tensor`."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -301,7 +300,6 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """Store x, which is keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -385,9 +383,7 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `_pack_onednn` works. If it does not, F.linear multiplies. Its algorithm, and therefore a row's
-    bits, may depend on the number of rows.
-    """
+    """If False, F.linear multiplies. Its algorithm, and therefore a row's bits, may depend on the number of rows."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -40,7 +40,6 @@ class MoEComponents:
     has_gelu_gates: bool = False
     """If True, gates are tanh-approximated GELU instead of SiLU."""
     has_float32_router: bool = False
-    """If True, x is converted to float32 for the router."""
     first_expert: int = 0
     """Index of the first expert in `gate_up` and `down`. Other ranks have the other experts."""
 
@@ -73,7 +72,6 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest values, [T, count], largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

@@ -41,7 +41,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """Gather in rank order. Both tensors must be contiguous."""
+        """Both tensors must be contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -49,15 +49,12 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Send part r of x to rank r, and receive rank r's part in part r of `out`. Both tensors must be contiguous and
-        have equal parts. Split sizes must be [].
-        """
+        """Both tensors must be contiguous and have equal parts. Split sizes must be []."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
-        """Overwrite the tensor with rank 0's."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:
@@ -68,7 +65,7 @@ class SocketGroup:
         return CompletedWork()
 
     def allreduce(self, tensors: Sequence[Tensor]) -> CompletedWork:
-        """Sum the ranks' tensors in place, in rank order."""
+        """Sum in place, in rank order."""
         (x,) = tensors
         parts = x.new_empty((self._count, *x.shape))
         self.allgather_base(parts, x)
@@ -96,9 +93,7 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """Send one buffer of `outgoing` to each rank, all of equal length. `out` receives the ranks' buffers in rank
-        order.
-        """
+        """`outgoing` has one buffer per rank, all of equal length."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -171,7 +166,6 @@ def _tensor_bytes(x: Tensor) -> memoryview:
 
 
 def _receive_into(peer: socket.socket, into: memoryview) -> None:
-    """Fill `into`. Raises OSError."""
     while into:
         count = peer.recv_into(into)
         if not count:

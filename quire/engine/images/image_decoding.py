@@ -29,9 +29,7 @@ _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 
 
 def preload_decoders() -> None:
-    """Import Pillow's decoders. Call this before a fork. Otherwise each process would import forty formats at its first
-    WEBP.
-    """
+    """Call this before a fork. Otherwise each process would import forty formats at its first WEBP."""
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 

@@ -37,7 +37,7 @@ class MultimodalPrompt:
 
 
 def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> MultimodalPromptBuilder | None:
-    """Return None if the model reads no images. Raises ModelError."""
+    """Raises ModelError."""
     vision = read_vision_spec(path)
     template_image_token = None if vision is None else tokenizer.id_to_token(vision.template_image_token_id)
     return (

@@ -26,7 +26,7 @@ def can_read_images(raw: Mapping[str, Any]) -> bool:
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """Return None if the model reads no images. `raw` replaces config.json. Raises ModelError."""
+    """`raw` replaces config.json. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -48,7 +48,6 @@ def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -
 def _make_vision_spec(
     content: Mapping[str, Any], preprocessor: PreprocessorFields, label: str, *, parameters_only: bool = False
 ) -> VisionSpec:
-    """Raises ModelError."""
     vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(vision_config, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")
@@ -62,7 +61,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """Raises ModelError for disabled steps. do_normalize may be disabled unless `normalizes`."""
+    """do_normalize may be disabled unless `normalizes`."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:

@@ -60,12 +60,10 @@ class Indexer:
 
     @property
     def query_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears that read query latents."""
         return (self._queries,)
 
     @property
     def hidden_linears(self) -> tuple[FusedLinear, ...]:
-        """The linears that read normed hidden states."""
         return self._keys, self._weights
 
     def parameters(self) -> ParameterTable:
@@ -86,7 +84,7 @@ class Indexer:
         metadata: AttentionMetadata,
         context: LinearContext,
     ) -> Tensor:
-        """`inputs`: normed hidden states, and query latents. See Operations.select_keys."""
+        """`inputs`: normed hidden states, and query latents."""
         hidden, q_latent = inputs
         q, k, weights = (
             ops.cast(ops.apply_linear(linear.packed_linear, x, context), self._build_context.attention_dtype)
@@ -158,7 +156,6 @@ class MLAttention(Sublayer):
 
     @property
     def _indexer_linears(self) -> tuple[tuple[FusedLinear, ...], tuple[FusedLinear, ...]]:
-        """The indexer's linears that read query latents, and those that read normed hidden states."""
         indexer = self._indexer
         return ((), ()) if indexer is None else (indexer.query_linears, indexer.hidden_linears)
 

@@ -66,16 +66,13 @@ def _attention_factor(rope: dict[str, Any]) -> float:
 
 
 def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
-    """Returns the factor of queries at each position, [length] float32."""
     first = query_scaling.first_position
     positions = torch.arange(first, first + length, dtype=torch.float32)
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
 
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
-    """Returns ALiBi (Press et al., 2022) as [heads, 2 * length + 15]. Slopes are geometric. If `heads` is not a power
-    of two, the remaining slopes come from the next power of two.
-    """
+    """Returns ALiBi (Press et al., 2022) as [heads, 2 * length + 15]."""
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
     slopes += [2.0 ** (-4.0 * number / power_of_two) for number in range(1, 2 * (heads - power_of_two), 2)]
@@ -106,7 +103,6 @@ def _longrope_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, and blend the others linearly."""
     low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(
@@ -120,9 +116,7 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """YaRN (Peng et al., 2023): stretch frequencies that make fewer than beta_slow turns in the original context, keep
-    those that make more than beta_fast turns, and blend the others linearly by index.
-    """
+    """YaRN (Peng et al., 2023)."""
     head_dim, old = 2 * len(frequencies), rope["original_max_position_embeddings"]
     base = max(math.log(rope["rope_theta"]), 1e-9)  # with theta 1, all frequencies are equal
 

@@ -150,11 +150,11 @@ class ModelShard:
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum over all ranks, on every rank. May overwrite x."""
+        """May overwrite x."""
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """Joins the ranks' x [R, n] float32 to [R, size] on the first rank; other ranks return x. Needs a group."""
+        """Joins x [R, n] float32 to [R, size] on the first rank. Needs a group."""
         assert self.group is not None
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)

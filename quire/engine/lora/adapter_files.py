@@ -132,7 +132,6 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """Returns names by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -164,7 +163,6 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """Returns None if the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)

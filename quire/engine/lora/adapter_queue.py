@@ -129,7 +129,6 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """Returns an empty slot, or else the least recently used slot without requests, or None."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -144,7 +143,6 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Closes `count` slots: first those already closed, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

@@ -38,8 +38,8 @@ class AdapterStore:
         self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
-        """Copy and check the adapter in a folder or at a hub id. This is slow, so call it in a thread. If
-        `allowed_folders` is empty, every folder is allowed.
+        """`path` is a folder or a hub id. This is slow, so call it in a thread. If `allowed_folders` is empty, every
+        folder is allowed.
         """
         folder = _resolve_folder(path, allowed_folders)
         try:

@@ -79,7 +79,6 @@ class LocalAdapters:
         return adapter
 
     def _add_adapter(self, request: LoRARequest) -> Adapter:
-        """Raises AdapterError."""
         root = Path(self._folder.name)
         store = AdapterStore(root, self._modules, self._max_rank, weights=resolve_weights(self._config))
         try:

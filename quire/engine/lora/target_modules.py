@@ -37,8 +37,8 @@ def target_linears(model: ModelConfig) -> ModuleShapes:
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """Returns the modules that config.json implies. For an unknown architecture, assumes attention and a gated MLP.
-    Raises ModelError, or ConfigError if a size is missing.
+    """For an unknown architecture, assumes attention and a gated MLP. Raises ModelError, or ConfigError if a size is
+    missing.
     """
     text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

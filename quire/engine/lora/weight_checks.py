@@ -85,7 +85,7 @@ def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
 
 
 def _read_numbers(location: _TensorLocation) -> np.ndarray | None:
-    """Returns None unless the numbers are floating-point. Returns bfloat16 as uint16."""
+    """Returns bfloat16 as uint16."""
     file, dtype, begin, end = location
     if dtype not in _FLOAT_DTYPES:
         return None

@@ -21,8 +21,8 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
-    """Return the attention spec with the largest head_dim. If all states are recurrent, return a spec that any backend
-    computes. Raises ModelError if no layer has a state.
+    """If all states are recurrent, return a spec that any backend computes. Raises ModelError if no layer has a
+    state.
     """
     attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
         *spec.sublayers_of_kind(AttentionLayerSpec),
@@ -57,8 +57,8 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """Return the largest head_dim of keys. For MLA, this is the size of a latent key on CPUs, and of a query on other
-    devices, where MLA has kernels of its own.
+    """For MLA, this is the size of a latent key on CPUs, and of a query on other devices, where MLA has kernels of its
+    own.
     """
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":

@@ -28,7 +28,6 @@ class PartialSoftmax(NamedTuple):
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """Return the attention output [T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -110,8 +109,8 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Compute attention of up to QUERY_TILE rows over `shard`'s keys, one tile of keys after the other. If `unselected`
-    [rows, keys] is given, rows do not see the keys for which it is True.
+    """Compute up to QUERY_TILE rows, one tile of keys after the other. Rows do not see the keys for which `unselected`
+    [rows, keys] is True.
     """
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -159,9 +158,7 @@ def _attend_query_tile(
 
 
 def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
-    """Return [rows, keys] bool, True for keys not in `selected` [rows, top_k], which ends with -1 if there are fewer
-    keys.
-    """
+    """Return [rows, keys] bool, True for keys not in `selected` [rows, top_k]."""
     mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
     return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]
 
@@ -172,9 +169,7 @@ def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """Look up AttentionParams.relative_bias for distances [group * rows, keys]. Returns [kv_heads, group * rows, keys].
-    Each query head has `rows` rows.
-    """
+    """`distances` are [group * rows, keys], the result [kv_heads, group * rows, keys]."""
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

@@ -37,9 +37,7 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """Return True for errors of kernels that do not compile or that exceed the GPU's resources. Triton's errors have no
-    common base class.
-    """
+    """Triton's errors have no common base class."""
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 

@@ -31,7 +31,6 @@ class Routing:
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of the scores of this many best experts in it."""
     softcap: float | None = None
-    """With a softcap c, a score s becomes c * tanh(s / c)."""
     weights_inputs: bool = False
     """If True, weights multiply an expert's input instead of its output (Llama 4, 2025)."""
     jitter: float = 0.0

@@ -20,7 +20,7 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function as a CUDA graph. Returns a function that replays the graph, and the tensor with its result."""
+"""Returns a function that replays the graph, and the tensor with its result."""
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
@@ -52,7 +52,7 @@ class BackendProbe(ABC):
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Return why the backend cannot compute here, in one sentence; None if it matches the reference."""
+        """Return why the backend cannot compute here, in one sentence."""
         try:
             return self.find_mismatch(backend)
         except Exception as error:  # libraries raise exceptions of any class
@@ -60,7 +60,7 @@ class BackendProbe(ABC):
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """Return what differs from the reference. Any exception counts as a mismatch."""
+        """Any exception counts as a mismatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
-        """Return the reference's result [T, H, D] float32 on the CPU."""
+        """[T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
@@ -201,9 +201,6 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Return why `step` fails in a graph or gives other results than `expected`; None if neither. `before` is called
-    between capture and replay.
-    """
     try:
         replay, result = capture(step)
         before()
@@ -225,7 +222,7 @@ def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
     """Return indices and metadata of a step with the last chunk of the first prompt and one token of the second. If
-    `swapped`, the step has one token of the first prompt and a chunk of the second, and as many tokens in total.
+    `swapped`, the step has one token of the first prompt and a chunk of the second.
     """
     counts = (block_size + 2, 1)
     if swapped:
@@ -237,9 +234,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """Return the metadata of a step with the last counts[i] of the lengths[i] tokens of sequence i. The two sequences
-    have pages (3, 1, 4) and (2, 2, 2).
-    """
+    """Return the metadata of a step with the last counts[i] of the lengths[i] tokens of sequence i."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

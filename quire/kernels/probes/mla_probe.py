@@ -81,7 +81,6 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
-        """Return random numbers that are rounded to the model's dtype, as float32 on the CPU."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
@@ -99,7 +98,7 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Return the reference's result. Stored keys and queries are rounded to the model's dtype."""
+        """Stored keys and queries are rounded to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

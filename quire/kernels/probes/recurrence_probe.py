@@ -14,10 +14,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences in the first step, in slots 2 and 0. Sequence 0 is long enough for chunks. The second step
-has one token and two drafts of sequence 0, and one token of sequence 1. The third step has a token of each sequence,
-after one draft was accepted.
-"""
+"""Tokens of two sequences in the first step, in slots 2 and 0. Sequence 0 is long enough for chunks."""
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4
 
@@ -101,7 +98,7 @@ class _ProbeLayer:
         return self.make_step_function(numbers, metadata)().cpu().float()
 
     def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
-        """Return a function that runs one step. The function reads nothing on the host."""
+        """The returned function reads nothing on the host."""
         there, counts = move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
         rows = [

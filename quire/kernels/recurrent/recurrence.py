@@ -34,8 +34,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """See AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence here, in
-    the first row's place. The other rows' places are empty.
+    """If attention has one row per token, a slot's consecutive rows form one sequence here, in the first row's place.
+    The other rows' places are empty.
     """
 
     query_start: Tensor
@@ -69,7 +69,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """Normalize and gate a readout. Return [heads * value] in z's dtype."""
+        """Return [heads * value] in z's dtype."""
 
 
 def run_recurrence(
@@ -101,9 +101,7 @@ def run_recurrence(
 def _run_sequence(
     inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
-    """Run one sequence. The first `known` of its `context` tokens are verified, and the matrices include the first
-    `seen`.
-    """
+    """The first `known` of its `context` tokens are verified, and the matrices include the first `seen`."""
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:

@@ -47,7 +47,6 @@ class LayerStreamer(WeightOffloader):
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
-        """Return the slot of a layer, which must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:

@@ -12,13 +12,11 @@ class OffloadCounts(NamedTuple):
     """Experts that steps used, whether in memory or on disk. Each expert counts once per step."""
     experts_kept: int = 0
     experts_guessed: int = 0
-    """Experts that were predicted before their router had chosen. While most predictions are right, predicted experts
-    are prefetched.
-    """
+    """Experts that were predicted before their router had chosen."""
     experts_guessed_right: int = 0
     """Predicted experts that the router then chose."""
     disk_bytes: int = 0
-    """Bytes read from disks, or 0 if the OS does not report them."""
+    """0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):
@@ -32,17 +30,16 @@ class WeightOffloader(ABC):
 
     @property
     @abstractmethod
-    def summary(self) -> str:
-        """Text for the log."""
+    def summary(self) -> str: ...
 
     @property
     @abstractmethod
     def saved_bytes(self) -> int:
-        """Bytes saved on the computing device."""
+        """On the computing device."""
 
     def prepare_for_step(self) -> None:  # noqa: B027 - some offloaders need nothing
         """Call before a step, when no read is running."""
 
     def total_offload_counts(self) -> OffloadCounts:
-        """Return the counts since loading. All are 0 if no disk is read."""
+        """Return the counts since loading."""
         return OffloadCounts()

@@ -1,4 +1,4 @@
-"""Gated delta net (Yang et al., 2024; Qwen3-Next). See kernels/recurrent/delta_rule.py and short_conv.py."""
+"""Gated delta net (Yang et al., 2024; Qwen3-Next)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Moonshot AI, 2025). See kernels/recurrent/delta_rule.py and short_conv.py."""
+"""Kimi Delta Attention (Moonshot AI, 2025)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao, 2023). See kernels/recurrent/selective_scan.py and short_conv.py."""
+"""Mamba (Gu and Dao, 2023)."""
 
 from __future__ import annotations
 

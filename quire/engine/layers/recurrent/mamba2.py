@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu, 2024). See kernels/recurrent/state_space.py and short_conv.py."""
+"""Mamba 2 (Dao and Gu, 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated short convolution (LFM2: Liquid AI, 2025). See kernels/recurrent/short_conv.py."""
+"""Gated short convolution (LFM2: Liquid AI, 2025)."""
 
 from __future__ import annotations
 

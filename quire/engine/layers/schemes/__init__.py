@@ -37,15 +37,14 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        """Returns [out, in] in the model's dtype. `cut` applies to axes that were not sliced on reading."""
+        """Returns [out, in] in the model's dtype."""
 
     @abstractmethod
-    def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
-        """The embedding's tensor."""
+    def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec: ...
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: the embedding is also the LM head. `cut` applies to axes that were not sliced on reading."""
+        """`tied`: the embedding is also the LM head."""
 
 
 class WrappedScheme(QuantizationScheme):

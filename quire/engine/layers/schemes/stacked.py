@@ -43,7 +43,7 @@ class StackedExpertScheme(WrappedScheme):
 
 
 def make_expert_schemes(scheme: QuantizationScheme, count: int, *, stacks: bool) -> Sequence[QuantizationScheme]:
-    """One for each of a layer's experts. Quantized weights and those of streamed layers are not stacked."""
+    """Quantized weights and those of streamed layers are not stacked."""
     if not stacks or type(scheme) is not UnquantizedScheme:
         return [scheme] * count
     stacked_weights: dict[tuple[str, ...], Tensor] = {}

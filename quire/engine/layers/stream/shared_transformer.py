@@ -65,7 +65,7 @@ class SharedTransformer(Sublayer):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The returned output is not added to the residual stream. See Mamba2LayerSpec.joins_input_only."""
+        """The returned output is not added to the residual stream."""
         residual = x if residual is None else ops.add_residual(x, residual)
         assert step.per_layer_inputs is not None
         joined = self._norms.apply_norm(ops, self._norm, ops.concat_columns(residual, step.per_layer_inputs))

@@ -22,13 +22,12 @@ def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: B
 
 
 class DraftHead(ABC):
-    """Drafts from the decoder's hidden states. Hidden states and the head's own states are [T, hidden]."""
+    """Hidden states and the head's own states are [T, hidden]."""
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
     """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
-    """None means unlimited."""
     block_bytes_formula: str = "0"
 
     @property
@@ -40,8 +39,7 @@ class DraftHead(ABC):
         return []
 
     @abstractmethod
-    def parameters(self) -> ParameterTable:
-        """Returns parameters by checkpoint name."""
+    def parameters(self) -> ParameterTable: ...
 
     @abstractmethod
     def compute_states(
@@ -52,7 +50,7 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """Returns the states of T tokens. `metadata` is None unless `reads_all_tokens`."""
+        """`metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(

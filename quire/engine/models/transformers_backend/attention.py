@@ -48,7 +48,6 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
-        """The positions of the step's tokens, [T] int64."""
         assert self._metadata is not None
         return self._metadata.positions
 

@@ -76,7 +76,6 @@ class BatchInvariantOps(TorchFunctionMode):
         return func(F.pad(x, (0, num_padding), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _run_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """Returns None if the backend has no kernel."""
         if self._backend.unsupported_reason(rows.device, rows.dtype, 2) is not None or rows.shape[1] % _VECTOR_SIZE:
             return None
         if func is F.silu:

@@ -106,9 +106,7 @@ class TransformersDecoder(Decoder):
         return dict(self._table)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Converts the checkpoint's tensors to the class's. If the checkpoint has buffers, sets them instead of
-        yielding them.
-        """
+        """If the checkpoint has buffers, sets them instead of yielding them."""
         for name, tensor in self._conversion.convert_weights(stream):
             own = name.rpartition(".")[2]
             if (module := self._buffer_modules.get(name)) is not None:

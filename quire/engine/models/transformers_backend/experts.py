@@ -78,7 +78,6 @@ class QuireExperts:
         return self._scheme.pack_linears({name: contiguous}, {name: FULL_LINEAR}, wide=False)
 
     def _slice_expert(self, tensor: Tensor, kind: str, name: str) -> Tensor:
-        """Slices the outputs of gate and up, and the inputs of down."""
         if name.endswith("down_proj"):
             cut = self._shard.input_slice(tensor.shape[-1])
             return cut.slice_bias(tensor) if kind == "bias" else cut.slice_tensor_on_read(tensor, "all")

@@ -16,7 +16,7 @@ from quire.engine.models.transformers_backend.interface import INTERFACE_NAME, r
 
 
 def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Builds the model on the meta device. Raises ModelError with transformers' reason."""
+    """Builds the model on the meta device. Raises ModelError."""
     register_interfaces()
     kind = str(config_fields.get("model_type"))
     if kind not in CONFIG_MAPPING:

@@ -63,7 +63,6 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """Empty, like QuireLinear's weight."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,8 +156,8 @@ class _PackedMatmulMode(TorchFunctionMode):
         return rows if bias is None else rows + bias
 
     def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
-        """Returns None for matrices other than the module's own, and for unsupported dtypes. If `weight` is that matrix
-        converted to another dtype, its values are compared only once per dtype.
+        """If `weight` is the module's matrix converted to another dtype, its values are compared only once per
+        dtype.
         """
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:

@@ -42,7 +42,6 @@ class CachedRotary(ModuleProxy):
         return rotations if len(rotations) > 1 else rotations[0]
 
     def _compute_table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
-        """Returns None if the output is not one value per position."""
         position_ids = torch.arange(self._positions, device=x.device)[None]
         if self._context > self._positions:  # the class derives the context length from the last position
             position_ids = torch.cat((position_ids, position_ids.new_tensor([[self._context - 1]])), dim=1)

@@ -232,9 +232,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """Does for boolean indexing, which _EmptyNonzero does not see, what lets it run on meta tensors: all elements count
-    as nonzero.
-    """
+    """Boolean indexing bypasses _EmptyNonzero. On meta tensors, all its elements count as nonzero."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )
@@ -252,7 +250,7 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Returns arguments for tokens [1, T]."""
+    """`token_ids` is [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}

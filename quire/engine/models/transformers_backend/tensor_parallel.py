@@ -50,7 +50,7 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
-    """Raises ModelError with the reason."""
+    """Raises ModelError."""
     body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
@@ -105,9 +105,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
 def probe_sharded_attention(
     config_fields: Mapping[str, object], max_len: int, shard: ModelShard
 ) -> list[TransformersAttentionSpec]:
-    """Returns the attention of one rank. Raises ModelError if the sharded class does not run, or if its heads cannot be
-    divided.
-    """
+    """Raises ModelError if the sharded class does not run, or if its heads cannot be divided."""
     model = build_model(config_fields, torch.float32)
     unsharded = probe_attention(build_model(config_fields, torch.float32), max_len)
     plan = make_tensor_parallel_plan(model, shard.world_size)
