@@ -90,7 +90,6 @@ class LinearWithLora(ABC):
 @dataclass(frozen=True, slots=True)
 class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
-    """Maps token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
     """Maps [R, hidden] to [R, vocab] float32. None: the LM head is not tied."""
 
@@ -181,17 +180,15 @@ class Operations(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). Weights and
-        arithmetic are float32.
-        """
+        """RMSNorm (Zhang and Sennrich, 2019). Weights and arithmetic are float32."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+        """Return (rms_norm(x + residual), x + residual). May overwrite x and residual."""
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), with the dtypes of rms_norm."""
+        """LayerNorm (Ba et al., 2016), with the dtypes of rms_norm."""
 
     @abstractmethod
     def add_layer_norm(
@@ -212,11 +209,11 @@ class Operations(ABC):
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [T, F] for gate_up [T, 2 * F], which has the gate first."""
+        """gate_up is [T, 2 * F] with the gate first."""
 
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Like silu_mul, but with tanh-approximated GELU (Hendrycks and Gimpel, 2016)."""
+        """GELU is tanh-approximated."""
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
@@ -226,8 +223,8 @@ class Operations(ABC):
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. May overwrite qkv.
-        With other `QKNormRopeParams.projections` than "all", qkv has K or 2K heads fewer.
+        """qkv is [T, (H + 2K) * D], the returned q [T, H, D]. May overwrite qkv. With other
+        `QKNormRopeParams.projections` than "all", qkv has K or 2K heads fewer.
         """
 
     @abstractmethod
@@ -236,9 +233,8 @@ class Operations(ABC):
     ) -> Tensor:
         """Return causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        A query at position p sees keys AttentionParams.first_visible_key(p) to p. Query head h reads KV head h // (H /
-        K). Scores and sums are float32. A row's bits do not depend on batch, chunks or block ids, except on GPU
-        backends that are not deterministic.
+        Scores and sums are float32. A row's bits do not depend on batch, chunks or block ids, except on GPU backends
+        that are not deterministic.
         """
 
     def context_parallel_attention(
@@ -326,9 +322,7 @@ class Backend(Operations):
     name: str
     block_size: int
     skips_negative_slots = False
-    """If True, slots below 0 (other ranks' tokens) store nothing. If False, such tokens need slots in a
-    scratch block.
-    """
+    """If True, slots below 0 (other ranks' tokens) store nothing."""
     keeps_weights_quantized: bool
     """If False, quantized weights are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
@@ -340,9 +334,7 @@ class Backend(Operations):
         return None
 
     def chunked_recurrence_backend(self) -> Backend | None:
-        """The backend, this or one within, that computes recurrences in chunks; None if none does, as with
-        --deterministic.
-        """
+        """The backend, this or one within, that computes recurrences in chunks."""
         return None
 
     @abstractmethod
@@ -353,9 +345,7 @@ class Backend(Operations):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Return in one line why the model cannot be served, with a remedy. Call no other method unless this returns
-        None.
-        """
+        """The reason is one line, with a remedy. Call no other method unless this returns None."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
         return None
@@ -380,8 +370,7 @@ class Backend(Operations):
     @abstractmethod
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
-    ) -> None:
-        """k and v [T, K, D] are quantized if the caches are."""
+    ) -> None: ...
 
     @abstractmethod
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor: ...
@@ -421,8 +410,8 @@ class Backend(Operations):
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to codes [n, 16] uint8 (see GroupedWeight), float32 scales [n] and offsets [n], so
-        that weight = scale * (code - 8) + offset.
+        """Quantize weights [n, 32] to codes [n, 16] uint8 , float32 scales [n] and offsets [n], so that weight = scale
+        * (code - 8) + offset.
 
         With zero_points, the third tensor has integer zero points from 0 to 15, weight = scale * (code - zero), and
         scales fit bfloat16.
@@ -451,7 +440,7 @@ class Backend(Operations):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Return the index of each row's first maximum: [R, vocab] to [R] int64."""
+        """Return each row's first maximum, [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def select_backend(
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
     """Return a backend, and a text for the log. If `name` is "auto", this is the first preferred backend that passes
-    the first trial. If none does, the next trial is run on all of them. The reference comes last.
+    the first trial. If none does, the next trial is run on all of them.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if not even the reference passes the last trial.

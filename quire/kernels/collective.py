@@ -43,7 +43,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks,...] has one item for each rank."""
+        """x is [ranks, ...]: one item for each rank."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:

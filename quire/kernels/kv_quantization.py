@@ -30,7 +30,6 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Return the elements that a scale takes in the cache."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 

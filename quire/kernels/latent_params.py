@@ -39,7 +39,6 @@ def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -
 
 
 def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Norm and rotate kv [T, L + R] to keys [T, 1, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
     return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
@@ -50,7 +49,7 @@ def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> T
 
 
 def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
-    """Rotate x [T, heads, R] by cos_sin [T, R]. Results are in half layout, even for interleaved pairs."""
+    """Results are in half layout, even for interleaved pairs."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -75,7 +74,6 @@ class KeySelectionParams:
 
 
 def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
-    """Norm and rotate [T, D] to index keys [T, 1, D]."""
     wide = k.float() if k.dtype != torch.float64 else k
     weight, bias = params.norm_weight.to(wide.dtype), params.norm_bias.to(wide.dtype)
     normed = F.layer_norm(wide, wide.shape[-1:], weight, bias, params.eps).to(k.dtype)

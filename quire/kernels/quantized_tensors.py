@@ -18,9 +18,6 @@ _MAX_HALF_EXPONENT = 14
 
 
 def _to_factors_and_halves(numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return factors [out] float32, which are powers of two, and float16 tensors [out, ...], to be multiplied by the
-    factors.
-    """
     peak = torch.stack([each.abs().amax(1) for each in numbers]).amax(0)
     exponents = torch.where(peak > 0, torch.frexp(peak).exponent, 0)
     factors = torch.ldexp(torch.ones_like(peak), exponents - _MAX_HALF_EXPONENT - 1)
@@ -32,9 +29,7 @@ class NestedScales:
     """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32. The numbers of an output that are in use (see `used_blocks`) have similar magnitudes,
-    so that half floats can store them after division by one power of two.
-    """
+    """[out, in / block] float32."""
     multiples: Tensor
     """[out, in / group] int8, from 0 to 15 if the weight has offsets."""
 
@@ -93,9 +88,7 @@ class GroupedWeight:
     input_order: Tensor | None = None
     """[in] int64: groups are made of x[:, order]. None: natural order."""
     nested: tuple[NestedScales, ...] = ()
-    """The same scales, and offsets if there are any, in nested form, for backends that can hold it. Empty if
-    unknown.
-    """
+    """The same scales, and offsets if there are any, in nested form. Empty if unknown."""
 
     @property
     def bits(self) -> int:
@@ -222,9 +215,8 @@ class ActivationRounding(ABC):
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """Return (norm of x + residual, x + residual), all [T, hidden]. Without a residual, x takes the place of x +
-        residual. The norm is RMSNorm if bias is None, else LayerNorm. whole: also keep unrounded values. May overwrite
-        x and residual.
+        """Return (norm of x + residual, x + residual), all [T, hidden]. The norm is RMSNorm if bias is None, else
+        LayerNorm. whole: also keep unrounded values. May overwrite x and residual.
         """
 
     @abstractmethod

@@ -56,9 +56,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Number of most likely tokens that are sorted for top-p at first. If their probability is too small together, all
-tokens are sorted.
-"""
+"""Number of most likely tokens that are sorted for top-p at first."""
 
 
 class ReferenceBackend(Backend):
@@ -344,7 +342,6 @@ def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
 
 
 def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Return the first token with a cumulative probability above u [R] times the row's total: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
     # u * total can round up to the total.

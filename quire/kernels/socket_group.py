@@ -49,7 +49,7 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Both tensors must be contiguous and have equal parts. Split sizes must be []."""
+        """Both tensors must be contiguous and have equal parts."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
@@ -136,7 +136,6 @@ class SocketGroup:
                 peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
-        """Reject peers without the key."""
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(_GREETING_SECONDS)

@@ -16,8 +16,6 @@ from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContex
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
-    """Weights that add x @ down.T @ up.T to a module's outputs."""
-
     down: Tensor
     """[rank, in_features]; for the embedding [rank, vocab]."""
     up: Tensor

@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): a block stores one latent and one rotated key per token for all
-heads.
+"""Multi-head latent attention (DeepSeek-V2, 2024).
 
 If results must not depend on the batch, queries are absorbed into latent space even in prefill, so that a row's bits
 depend on the row alone. Otherwise backends may expand a prompt's latents (`ExpandablePerHeadLinear`), which rounds
@@ -47,7 +46,6 @@ class Indexer:
         prefix: str,
         make_rope_table: Callable[[], Tensor],
     ) -> None:
-        """`make_rope_table` makes KeySelectionParams.cos_sin."""
         self._spec = spec
         self._build_context = build_context
         self._make_rope_table = make_rope_table
@@ -160,9 +158,7 @@ class MLAttention(Sublayer):
         return ((), ()) if indexer is None else (indexer.query_linears, indexer.hidden_linears)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Keys of one head, which consist of a latent and a rotated key, then index keys. Values are the latents in the
-        keys.
-        """
+        """Keys of one head, then index keys. Values are the latents in the keys."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
         latents = CacheTensorSpec(shape, kind)
@@ -241,7 +237,7 @@ class MLAttention(Sublayer):
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """Returns [T, heads * value]. Expands latents where worthwhile."""
+        """Expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()

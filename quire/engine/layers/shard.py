@@ -1,6 +1,4 @@
-"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs. o_proj and down_proj are split
-by inputs, and the ranks' results are summed.
-"""
+"""Tensor parallelism (Shoeybi et al., 2019)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ class LinearSlice:
     """Only one of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
-        """Slices a tensor whose rows are outputs and whose columns are inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -107,16 +104,13 @@ class ModelShard:
     rank: int = 0
     world_size: int = 1
     group: Collective | None = None
-    """None for a single rank."""
     is_context_parallel: bool = False
 
     def rank_span(self, size: int) -> range:
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """With more ranks than heads, several ranks have the same head. With context parallelism, each rank has all
-        heads.
-        """
+        """With more ranks than heads, several ranks have the same head."""
         if self.is_context_parallel:
             return range(heads)
         return (

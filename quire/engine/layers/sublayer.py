@@ -58,7 +58,6 @@ class BuildContext:
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The KV cache's dtype, or `dtype` if the KV cache is quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:

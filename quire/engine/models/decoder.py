@@ -40,7 +40,7 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""One item per layer index in the block (engine/checkpoint/kv_cache_groups.py)."""
+"""One item per layer index in the block."""
 _MAX_SINGLE_CALL_TOKENS = 64
 """Recorded layers run in one call for up to this many tokens. Longer steps need a call per layer, so that progress is
 reported after each layer.
@@ -99,8 +99,7 @@ class Decoder:
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
         """`report_progress` is called after every layer and before logits. `layers`: the layers of this pipeline stage.
-        The first stage also has the embedding, and the last one the final norm and the head. If `groups` is None, all
-        layers form one KV cache group.
+        If `groups` is None, all layers form one KV cache group.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -421,7 +420,7 @@ class Decoder:
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
         """Return the argmax [R] int64 of all ranks' logits, and [R] bool from `has_finite_logits`, of which only the
-        first rank's are used. The host does not wait. Ranks exchange two numbers per row.
+        first rank's are used. The host does not wait.
         """
         logits = self._shard_logits(hidden, context)
         tokens = self.argmax(logits)
@@ -442,8 +441,7 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """Return [R] bool: False if the largest number of a row's hidden state is NaN or infinite, or if the row's first
-    logit is NaN. The other logits are not read, because NaN in a hidden state spreads to all of them. This takes a
+    """Only the first logit of each row is read, because NaN in a hidden state spreads to all of them. This takes a
     tenth of the time of reading all logits.
     """
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """Sums over keys for T tokens and H heads, in float32, or in float64 if q is float64."""
+    """float64 if q is float64, otherwise float32. Sums are over keys."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf if no key was seen
@@ -64,7 +64,7 @@ def compute_partial_softmax(
     shard: ContextShard,
     selected: Tensor | None = None,
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Sums exclude sinks. If `selected` (see Operations.select_keys) is None, all keys count."""
+    """q is [T, H, D]. Sums exclude sinks."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -93,7 +93,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return [pages * tokens, K, D]. Quantized caches become float32, or float64 if `dtype` is float64."""
+    """Quantized caches become float32, or float64 if `dtype` is float64."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -109,9 +109,7 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Compute up to QUERY_TILE rows, one tile of keys after the other. Rows do not see the keys for which `unselected`
-    [rows, keys] is True.
-    """
+    """Rows do not see the keys for which `unselected` [rows, keys] is True."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -158,18 +156,15 @@ def _attend_query_tile(
 
 
 def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
-    """Return [rows, keys] bool, True for keys not in `selected` [rows, top_k]."""
     mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
     return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
-    """Convert [kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """`distances` are [group * rows, keys], the result [kv_heads, group * rows, keys]."""
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

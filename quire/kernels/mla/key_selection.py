@@ -8,9 +8,7 @@ from torch import Tensor
 
 _KEY_TILE = 128
 _QUERY_TILE = 16
-"""Rows of q per matrix product. With this and the tile size of keys, all products have one shape, so that a row's sums
-do not depend on the batch.
-"""
+"""All products have one shape, so that a row's sums do not depend on the batch."""
 
 
 def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:
@@ -27,7 +25,6 @@ def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor,
 
 
 def _score_keys(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """Return [rows, N] for at most _QUERY_TILE rows."""
     rows, heads, dim = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = F.pad(q.to(compute), (0, 0, 0, 0, 0, _QUERY_TILE - rows)).view(-1, dim)

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 COMPILED_SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
-"""Score functions with a C++ kernel, numbered as in kernels/cpu/decoder/routing.h. kernels/routing.py computes the
-others.
-"""
+"""Score functions with a C++ kernel, numbered as in kernels/cpu/decoder/routing.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,6 @@ class Routing:
     normalizer_eps: float = 0.0
     """Added to the sum that divides the chosen weights."""
     scale: float = 1.0
-    """Factor of the final weights."""
     num_groups: int = 1
     """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1

@@ -24,8 +24,8 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""Tokens of the short prompt, and the maximum of its query rows (tokens times query heads) per KV head. Such rows fit
-one tile, for which flash-attn 4 has another kernel.
+"""This many query rows (tokens times query heads) per KV head fit one tile, for which flash-attn 4 has another
+kernel.
 """
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
@@ -33,8 +33,8 @@ _QUERY_SCALE = 4.0
 more than rounding does.
 """
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""Tolerances for means of normally distributed values. They are above the rounding of 16-bit types and 8-bit pages, and
-below the error of a wrong scale, a missing key or another sequence's page.
+"""Above the rounding of 16-bit types and 8-bit pages, and below the error of a wrong scale, a missing key or another
+sequence's page.
 """
 
 
@@ -65,16 +65,12 @@ class BackendProbe(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """Tries a prefill, a decode and a mixed batch of two sequences, one of them several pages long, then two short
-    prompts.
-    """
-
     heads: int
     kv_heads: int
     head_dim: int
     softcap: float | None = None
     has_windows: bool = False
-    """If True, also try windows, because a library may be built without them."""
+    """A library may be built without windows."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
     """Try only a graph with a prefill chunk of known maximum length."""
@@ -178,7 +174,6 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
-        """[T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
@@ -221,9 +216,6 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Return indices and metadata of a step with the last chunk of the first prompt and one token of the second. If
-    `swapped`, the step has one token of the first prompt and a chunk of the second.
-    """
     counts = (block_size + 2, 1)
     if swapped:
         counts, lengths = (1, block_size + 2), (1, block_size + 2)
@@ -234,7 +226,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """Return the metadata of a step with the last counts[i] of the lengths[i] tokens of sequence i."""
+    """The step has the last counts[i] of the lengths[i] tokens of sequence i."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

@@ -26,10 +26,6 @@ _QUERY_SCALE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Tries prefills, absorbed and (if supported) expanded; a decode batched with the last chunk of a prefill; and
-    decodes.
-    """
-
     heads: int
     dims: tuple[int, int, int, int]
     """Sizes of the latent, of a query's rotated part, of a query's other part, and of a value."""

@@ -21,9 +21,8 @@ _CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """Tries prompts, drafts in a mixed step, a step after one is accepted, and a decode graph. The reference also
-    rounds the convolution's output and the result, because unrounded inputs change some results of large state spaces
-    by more than a useful tolerance.
+    """The reference also rounds the convolution's output and the result, because unrounded inputs change some results
+    of large state spaces by more than a useful tolerance.
     """
 
     rule: Any

@@ -1,12 +1,11 @@
 """The gated delta rule (Yang et al., 2024) as in Qwen's models, and Kimi's (Moonshot AI, 2025: Kimi Linear).
 
-Each value head of a sequence has a matrix S [key, value]. q and k of its key head are normalized to length 1, and q is
-divided by sqrt(key). With decay = exp(rate * softplus(a + dt_bias)) and beta = sigmoid(b) of the head:
+Each value head of a sequence has a matrix S [key, value]. With decay = exp(rate * softplus(a + dt_bias)) and beta =
+sigmoid(b):
 
     S = decay * S;  S = S + k (beta * (v - k S))^T;  result = q S
 
-Kimi's decay has an element per row of S, Qwen's is one number. Results go through a per-head RMSNorm and are multiplied
-by SiLU (Qwen) or the sigmoid (Kimi) of the gate z. S and the arithmetic are float32.
+Kimi's decay has an element per row of S, Qwen's is one number. S and the arithmetic are float32.
 """
 
 from __future__ import annotations

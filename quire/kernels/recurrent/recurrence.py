@@ -81,7 +81,7 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """slots_of [S] are the sequences' slots. Raises IndexError for more draft tokens than a slot keeps."""
+    """Raises IndexError for more draft tokens than a slot keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (

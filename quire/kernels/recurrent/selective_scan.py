@@ -5,8 +5,8 @@ which some families normalize first (RMSNorm). With step = softplus(dt + dt_bias
 
     S = exp(rate * step) * S + b (step * x);  y = c S + skip * x
 
-y is multiplied by SiLU of the gate z. S and the arithmetic are float32. A fixed number of channels is a head with one
-matrix [key, value]; threads and ranks divide heads.
+S and the arithmetic are float32. A fixed number of channels is a head with one matrix [key, value]; threads and ranks
+divide heads.
 """
 
 from __future__ import annotations

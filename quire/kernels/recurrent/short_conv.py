@@ -1,6 +1,6 @@
 """Short convolutions. With gates (LFM2: Liquid AI, 2025), a token's column is b * x per channel, rounded to their
 dtype, and the result is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang
-et al., 2024), the column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
+et al., 2024), the column is x, and the result is SiLU of the sum.
 
 A column's place follows from its position alone, so bits do not depend on how a sequence is divided into steps. A block
 is divided into pieces, and holds the last columns of each for prefix cache hits. The sequence's slot holds the other
@@ -29,7 +29,6 @@ class ShortConv:
 
     @property
     def num_input_parts(self) -> int:
-        """Inputs per channel and token."""
         return 3 if self.is_gated else 1
 
 
@@ -38,9 +37,7 @@ class ConvStates:
     """Columns in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
-    """[blocks, pieces per block, width - 1, channels]: the last columns of each piece. None if blocks hold no
-    columns.
-    """
+    """[blocks, pieces per block, width - 1, channels]. None if blocks hold no columns."""
     piece_tokens: int
     """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
@@ -56,9 +53,7 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """`where` has query_start, context_lens and state_slots of AttentionMetadata. Runs sequences in order, because a
-    sequence may start from columns that an earlier one stores.
-    """
+    """`where` has query_start, context_lens and state_slots."""
     fresh, gates = bcx, None
     if conv.is_gated:
         b, gates, x = bcx.chunk(3, dim=-1)

@@ -5,8 +5,7 @@ group of heads. With step = softplus(dt + dt_bias), clamped to dt_limits:
 
     S = exp(rate * step) * S + b (step * x)^T;  y = c S + skip * x
 
-y is multiplied by SiLU of the gate z. Depending on the model, an RMSNorm over the heads of a group comes before this
-gate, after it, or is missing. The norm's input is rounded to the dtype of z. S and the arithmetic are float32.
+The input of the optional RMSNorm over a group's heads is rounded to the dtype of z. S and the arithmetic are float32.
 """
 
 from __future__ import annotations

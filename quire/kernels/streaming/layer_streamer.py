@@ -28,20 +28,18 @@ class LayerStreamer(WeightOffloader):
         return None
 
     @abstractmethod
-    def begin_pass(self) -> None:
-        """Called before the first layer."""
+    def begin_pass(self) -> None: ...
 
     @abstractmethod
     def enter_layer(self, layer: int) -> None:
-        """Called before a layer is computed. Work that is queued afterwards finds the layer's weights."""
+        """Work that is queued afterwards finds the layer's weights."""
 
     @abstractmethod
     def leave_layer(self, layer: int) -> None:
         """Called after a layer is computed, or after its work is queued."""
 
     @abstractmethod
-    def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Called after a linear of this process is packed."""
+    def register_packed_linear(self, layer: int, linear: Linear) -> None: ...
 
     def is_streamed(self, layer: int) -> bool:
         return layer in self._stream_positions

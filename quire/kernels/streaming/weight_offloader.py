@@ -14,7 +14,6 @@ class OffloadCounts(NamedTuple):
     experts_guessed: int = 0
     """Experts that were predicted before their router had chosen."""
     experts_guessed_right: int = 0
-    """Predicted experts that the router then chose."""
     disk_bytes: int = 0
     """0 if the OS does not report them."""
 

@@ -22,9 +22,7 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""quantize_int8 and quantize_float8 convert about this many weights at a time to float32. A float32 copy of a whole
-16-bit tensor would take twice the tensor's memory.
-"""
+"""A float32 copy of a whole 16-bit tensor would take twice the tensor's memory."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
@@ -35,7 +33,6 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """`dtype` is that of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 

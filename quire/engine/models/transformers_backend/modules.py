@@ -38,7 +38,6 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context` returns the LinearContext of the step's tokens."""
         super().__init__()
         self._packed = linear
         self._context = context
