@@ -410,7 +410,7 @@ class Backend(Operations):
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to codes [n, 16] uint8 , float32 scales [n] and offsets [n], so that weight = scale
+        """Quantize weights [n, 32] to codes [n, 16] uint8, float32 scales [n] and offsets [n], so that weight = scale
         * (code - 8) + offset.
 
         With zero_points, the third tensor has integer zero points from 0 to 15, weight = scale * (code - zero), and
@@ -440,7 +440,7 @@ class Backend(Operations):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Return each row's first maximum, [R] int64."""
+        """Return the index of each row's first maximum, [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:

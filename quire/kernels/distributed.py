@@ -50,7 +50,7 @@ class DistributedCollective(Collective):
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
         """`join` creates the group at the first collective call, so that other ranks do not wait for a rank that failed
-        before. The group's timeout limits all waits.
+        before.
 
         With `in_order`, sums are in float32 and rank order. Otherwise the group's all-reduce adds, which is faster from
         three ranks on. NCCL gives all ranks the same bits, but its order depends on x's size and on the position in x
@@ -171,7 +171,9 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """`address` is this machine's. If one_shot, GPUs of one machine sum small tensors with our own kernel."""
+    """`address` is this machine's. If one_shot, GPUs of one machine sum small tensors with our own kernel if
+    possible.
+    """
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

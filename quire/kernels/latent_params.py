@@ -1,5 +1,5 @@
-"""MLA (DeepSeek-V2, 2024) stores one latent per token, from which the keys and values of all heads derive, and one
-rotated key for all heads. Together they are one key of L + R elements, whose first L are the value.
+"""A key of MLA (DeepSeek-V2, 2024) is a latent and a rotated part for all heads: L + R elements, whose first L are the
+value.
 """
 
 from __future__ import annotations

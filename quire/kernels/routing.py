@@ -22,8 +22,6 @@ MoE = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
-
     router: LinearFunction
     """Maps [T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[LinearFunction]

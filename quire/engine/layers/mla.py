@@ -36,7 +36,7 @@ from quire.kernels.quantized_tensors import Activations
 
 
 class Indexer:
-    """The indexer of DeepSeek Sparse Attention (kernels/latent_params.py). Each rank has the whole indexer."""
+    """Each rank has the whole indexer."""
 
     def __init__(
         self,
@@ -259,7 +259,6 @@ class MLAttention(Sublayer):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _pack_kv_b(self, weight: Tensor) -> None:
-        """One part of kv_b_proj absorbs queries, the other turns attention outputs into values."""
         spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
         heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._absorb_queries = pack(

@@ -39,7 +39,6 @@ class LinearSlice:
         return _narrow_axis(tensor, self.output_range, 0) if self.adds_bias else torch.zeros_like(tensor)
 
     def slice_lora(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """`down` [rank, in], `up` [out, rank]."""
         return _narrow_axis(down, self.input_range, 1), _narrow_axis(up, self.output_range, 0)
 
     def sliced_sizes(self, outs: int, ins: int) -> tuple[int, int]:

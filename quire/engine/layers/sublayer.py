@@ -112,7 +112,8 @@ class SmoothableNorm:
 
 class Sublayer(ABC):
     @abstractmethod
-    def parameters(self) -> ParameterTable: ...
+    def parameters(self) -> ParameterTable:
+        """Returns parameters by checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
         return None

@@ -42,9 +42,7 @@ from quire.kernels.streaming.weight_offloader import WeightOffloader
 KVCache = list[LayerCache]
 """One item per layer index in the block."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Recorded layers run in one call for up to this many tokens. Longer steps need a call per layer, so that progress is
-reported after each layer.
-"""
+"""Longer steps need a call per layer, so that progress is reported after each layer."""
 
 
 class _BoundSublayer(NamedTuple):
@@ -98,8 +96,8 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: the layers of this pipeline stage.
-        If `groups` is None, all layers form one KV cache group.
+        """`report_progress` is called after every layer and before logits. If `groups` is None, all layers form one KV
+        cache group.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -273,9 +271,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Like `forward`, but also return the residual streams [T, hidden] before each of `aux_layers` (ascending).
-        `features` replace the embeddings of media tokens.
-        """
+        """Like `forward`, but also return the residual streams [T, hidden] before each of `aux_layers` (ascending)."""
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows

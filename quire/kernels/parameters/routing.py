@@ -9,7 +9,7 @@ COMPILED_SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router chooses experts. Of experts with equal scores, the one with the lowest index is chosen first."""
+    """Of experts with equal scores, the one with the lowest index is chosen first."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
@@ -17,14 +17,13 @@ class Routing:
     whose scores are not much smaller (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
-    """Divide the chosen weights by their sum. This has no effect on SparseMixer."""
+    """This has no effect on SparseMixer."""
     normalizer_eps: float = 0.0
     """Added to the sum that divides the chosen weights."""
     scale: float = 1.0
     num_groups: int = 1
     """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1
-    """First this many groups are chosen, then experts from these groups (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of the scores of this many best experts in it."""
     softcap: float | None = None

@@ -1,7 +1,7 @@
 """The gated delta rule (Yang et al., 2024) as in Qwen's models, and Kimi's (Moonshot AI, 2025: Kimi Linear).
 
-Each value head of a sequence has a matrix S [key, value]. With decay = exp(rate * softplus(a + dt_bias)) and beta =
-sigmoid(b):
+Each value head of a sequence has a matrix S [key, value]. q and k of its key head are normalized to length 1, and q is
+divided by sqrt(key). With decay = exp(rate * softplus(a + dt_bias)) and beta = sigmoid(b):
 
     S = decay * S;  S = S + k (beta * (v - k S))^T;  result = q S
 

@@ -1,5 +1,5 @@
 """Streamed layers share a few memory slots, each of the largest layer's size. A layer always has the same slot, so its
-linears find weights at fixed addresses. Bits do not change.
+linears find weights at fixed addresses.
 """
 
 from __future__ import annotations

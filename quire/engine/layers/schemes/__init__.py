@@ -72,8 +72,6 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
-    """Casts floating-point weights to one dtype."""
-
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype

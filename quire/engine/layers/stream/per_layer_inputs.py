@@ -1,6 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4): a table and a projection of the embedding, gated into the residual
-stream.
-"""
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4)."""
 
 from __future__ import annotations
 

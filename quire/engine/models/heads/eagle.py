@@ -1,5 +1,5 @@
-"""EAGLE heads (Li et al., 2024 and 2025): layers with KV cache predict the next hidden state from the current one and
-the next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. Draft trees are not supported.
+"""EAGLE heads (Li et al., 2024 and 2025). EAGLE-3 reads three decoder layers and has a smaller vocabulary. Draft trees
+are not supported.
 """
 
 from __future__ import annotations

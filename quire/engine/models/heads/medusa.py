@@ -1,6 +1,4 @@
-"""Medusa heads (Cai et al., 2024): each predicts one position from the same hidden state. Draft trees are not
-supported.
-"""
+"""Medusa heads (Cai et al., 2024). Draft trees are not supported."""
 
 from __future__ import annotations
 

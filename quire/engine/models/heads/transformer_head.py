@@ -68,9 +68,7 @@ class TransformerHead(DraftHead):
     def _run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Returns output and residual stream, which are not added yet, for x [T, hidden]. Ignores adapters, which apply
-        only to the decoder.
-        """
+        """Ignores adapters, which apply only to the decoder."""
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (
             residual is None

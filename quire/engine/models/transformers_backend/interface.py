@@ -69,9 +69,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """On meta devices, returns a mask that carries its function. Elsewhere returns None, because paged attention needs
-    no mask.
-    """
+    """Returns None except on meta devices, because paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

@@ -82,5 +82,5 @@ def _make_attention_interface_error(model_class: type) -> ModelError:
 
 
 def describe_exception(error: Exception) -> str:
-    """Returns the message in one line, because its first line often lacks the reason."""
+    """Joins all lines, because the first one often lacks the reason."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

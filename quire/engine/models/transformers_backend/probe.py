@@ -201,9 +201,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Yields a dict to which calls of modules in this context are added, by module name. The value is True if the rows
-    of the module's input are the tokens at every call.
-    """
+    """A module's value is True if the rows of its input are the tokens at every call."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
