@@ -32,8 +32,6 @@ yet may still need them.
 
 
 class AdapterRegistry:
-    """The LoRA adapters of a model, by name. `adapters_by_name` is a live view of them."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -41,9 +39,7 @@ class AdapterRegistry:
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
-        """`digests_in_use` returns the digests of the adapters that open requests use. `names_file` stores the names
-        for the next start; None: they are not stored.
-        """
+        """`names_file` stores the names for the next start; None: they are not stored."""
         self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
@@ -59,9 +55,7 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
-        """Loads the adapters stored by an earlier start, and those of `modules` (--lora-modules). A stored adapter that
-        cannot be loaded is skipped with a warning. Raises ConfigError.
-        """
+        """A stored adapter that cannot be loaded is skipped with a warning. Raises ConfigError."""
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -80,9 +74,7 @@ class AdapterRegistry:
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Raises InvalidRequest for an invalid name, too many adapters or an unusable adapter, and if `name` belongs to
-        an adapter with other content and `replace` is False.
-        """
+        """Raises InvalidRequest, also if `name` belongs to an adapter with other content and `replace` is False."""
         self._check_name(name)
         async with self._change_lock:
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -105,7 +97,7 @@ class AdapterRegistry:
             self._save_and_clean_up(before)
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Open requests that use the adapter still finish. Raises ModelNotFound if no adapter has the name."""
+        """Open requests that use the adapter still finish. Raises ModelNotFound."""
         async with self._change_lock:
             if name not in self._adapters:
                 raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
@@ -152,9 +144,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Writes atomically, readable by this user only. Logs errors instead of raising them. Writes nothing if `file` is
-    None.
-    """
+    """Writes atomically, readable by this user only. Logs errors instead of raising them."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -185,7 +175,7 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
-    """Raises ConfigError if lora_modules is malformed, or is set without enable_lora."""
+    """Raises ConfigError, also if lora_modules is set without enable_lora."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
@@ -193,8 +183,7 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
     """Raises ConfigError if a local adapter of --lora-modules is missing or does not fit the model. Hub ids are not
-    checked. The check takes milliseconds, and runs while the engine loads the model. If `modules` is None, the fit is
-    not checked.
+    checked. If `modules` is None, the fit is not checked.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -216,8 +205,8 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Yields None if no adapters are served. Stores adapters in `data_dir`, where they outlive the server; without
-    `data_dir`, in a temporary folder. Raises ConfigError.
+    """Stores adapters in `data_dir`, where they outlive the server; without `data_dir`, in a temporary folder. Raises
+    ConfigError.
     """
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:

@@ -26,9 +26,9 @@ def create_app(
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """Builds the application for a single model. The app's lifespan starts and stops the client, and raises the errors
-    of `open_runtime`. This function itself raises the errors of `build_app`, to which it passes `link`. If the client's
-    engine core is a SharedClient, it passes this engine core instead.
+    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function itself
+    raises the errors of `build_app`, to which it passes `link`. If the client's engine core is a SharedClient, it
+    passes this engine core instead.
     """
     config = source.config
     tenants = Tenants(config)

@@ -30,9 +30,9 @@ def build_app(
     link: PeerLink | None = None,
     open_stored_data: OpenStoredData = open_configured_data_dir,
 ) -> FastAPI:
-    """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `budget_bytes` bounds the
-    memory that all requests lease together. `link` leads to the process that owns the stored data; None: this process
-    owns it. Raises ConfigError for an unusable gateway, allowed host or OTLP endpoint.
+    """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `link` leads to the
+    process that owns the stored data; None: this process owns it. Raises ConfigError for an unusable gateway, allowed
+    host or OTLP endpoint.
     """
     gateways = TrustedGateways(config)
 
@@ -55,7 +55,7 @@ def build_app(
         lifespan=lifespan,
         redirect_slashes=False,
         strict_content_type=False,
-        docs_url=None,  # see server/routes/web_pages.py; FastAPI's pages load external files
+        docs_url=None,  # FastAPI's pages load external files
         redoc_url=None,
     )
     install_error_handlers(app)

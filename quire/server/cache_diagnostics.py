@@ -1,5 +1,5 @@
 """OpenAI's and Anthropic's cache diagnostics: where a prompt first differs from the prompt of an earlier answer,
-whether or not that one was cached. quire/engine/prefix_misses explains actual misses.
+whether or not that one was cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from quire.server.encoding import encode_ascii_json
 from quire.server.shared_capacity import BytesByOwner
 
 BLOCK_TOKENS = 16
-"""Number of prompt tokens that each digest in `PromptFingerprint.blocks` covers."""
 DIGEST_BYTES = 8
 MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
@@ -36,10 +35,8 @@ class CacheDiagnosis(msgspec.Struct, frozen=True):
 
 
 class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of a prompt and of the request's parts that it was rendered from."""
-
     parts: dict[str, bytes]
-    """Digests of the request's parts by name, without the messages, in the order in which changes are reported."""
+    """Digests in the order in which changes are reported."""
     messages: bytes
     """DIGEST_BYTES per message."""
     blocks: bytes
@@ -48,7 +45,7 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
     """
 
     def with_model(self, *identity: str) -> PromptFingerprint:
-        """Returns a copy with the additional part `model`. Prompts share blocks only if their `identity` is equal."""
+        """Prompts share blocks only if their `identity` is equal."""
         return msgspec.structs.replace(self, parts={"model": _digest_json(identity), **self.parts})
 
     @property
@@ -75,8 +72,8 @@ class PromptFingerprint(msgspec.Struct, frozen=True, array_like=True):
         return CacheDiagnosis("changed", changed, num_comparable - num_common, earlier.reusable_tokens)
 
     def _find_changed_part(self, earlier: PromptFingerprint) -> str:
-        """Returns the name of the first part that differs, or "messages". Returns "" if messages were only appended.
-        Blocks may differ even then, because templates may render earlier messages differently.
+        """Returns "" if messages were only appended. Blocks may differ even then, because templates may render earlier
+        messages differently.
         """
         changed_part = next((name for name, digest in self.parts.items() if earlier.parts.get(name) != digest), "")
         return changed_part or ("" if self.messages.startswith(earlier.messages) else "messages")
@@ -104,8 +101,8 @@ def _digest(content: bytes) -> bytes:
 
 
 class RecentPrompts:
-    """Prompts of recent answers, by owner. An owner above its limit loses its oldest prompts. Above the total limit,
-    the largest owner loses its oldest prompts.
+    """An owner above its limit loses its oldest prompts. Above the total limit, the largest owner loses its oldest
+    prompts.
     """
 
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:

@@ -17,7 +17,6 @@ from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolStrictLevel = Literal["auto", "function", "parameter"]
-"""vLLM's levels."""
 ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
@@ -231,9 +230,6 @@ class ServerConfig(EngineConfig):
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
     def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
-        """Replaces the name of one of vLLM's parsers by "auto" if Quire infers that parser's format from the chat
-        template.
-        """
         return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
@@ -249,8 +245,8 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Default: the hub id, the stem of a GGUF file's name, or the folder's name. If a folder's name says nothing
-        (such as `model`), the default is the hub id in the hub cache's path, or else the name in config.json.
+        """If a folder's name says nothing (such as `model`), the default is the hub id in the hub cache's path, or else
+        the name in config.json.
         """
         if self.served_model_name:
             return tuple(self.served_model_name)

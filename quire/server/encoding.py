@@ -14,7 +14,6 @@ encode_json = msgspec.json.Encoder().encode
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-"""Ends OpenAI's streams."""
 
 
 PING_EVENT = b": ping\n\n"
@@ -25,7 +24,7 @@ def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> 
 
 
 def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """Encodes `fields` (at least one) and `raw_fields`, which are already JSON, as one object."""
+    """`fields` must not be empty. `raw_fields` are already JSON."""
     more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
@@ -47,7 +46,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """Returns a handler for other processes' calls of `method`. An empty body means no arguments."""
+    """An empty body means no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

@@ -41,7 +41,7 @@ ERROR_TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (EngineError, 500, SERVER_ERROR_TYPE),
     (QuireError, 500, SERVER_ERROR_TYPE),
 )
-"""Base class, HTTP status, OpenAI's type. The first matching row is used."""
+"""The first matching row is used."""
 ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,8 +51,7 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's error types by HTTP status. Other statuses have invalid_request_error below 500, and api_error from 500.
-"""
+"""Other statuses have invalid_request_error below 500, and api_error from 500."""
 LLAMA_CPP_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +59,7 @@ LLAMA_CPP_ERROR_TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-"""llama.cpp's error types by HTTP status. Other statuses have OpenAI's error types."""
+"""Other statuses have OpenAI's error types."""
 SYSTEM_ONE_PATH = "/v1/systemone"
 COMPLETION_PATH = "/completion"
 INFILL_PATH = "/infill"
@@ -86,7 +85,6 @@ class ErrorInfo:
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
     def with_api_status(self, path: str) -> ErrorInfo:
-        """Replaces 400 with 422 for TypeSafe's API."""
         return replace(self, status=422) if path == SYSTEM_ONE_PATH and self.status == HTTPStatus.BAD_REQUEST else self
 
     def encode_openai(self) -> bytes:
@@ -98,9 +96,6 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """Sets FastAPI's `detail` to the invalid field and the message for an invalid body (422), and otherwise to the
-        error's type and message.
-        """
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
@@ -139,13 +134,11 @@ ERROR_ENCODERS = (
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
     (re.compile(f"{COMPLETION_PATH}|{INFILL_PATH}|{SLOTS_PATH}"), ErrorInfo.encode_llama_cpp),
 )
-"""Encoders by path pattern; other paths use OpenAI's form."""
+"""Other paths use OpenAI's form."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """Logs exceptions other than QuireError. Of these, sqlite3.OperationalError becomes a 503 with its message, and all
-    others become a 500 without it.
-    """
+    """Logs exceptions other than QuireError."""
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
         return ErrorInfo(status, error.message, kind, error.param, error.code)

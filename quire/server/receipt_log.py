@@ -18,7 +18,7 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Limit of the receipts that wait to be written. If the disk is too slow, further receipts are dropped and counted."""
+"""If the disk is too slow, further receipts are dropped and counted."""
 
 
 class ReceiptLog:

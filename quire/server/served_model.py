@@ -26,26 +26,22 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 
 
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
-"""Neutral values of sampling fields. They apply if neither the request nor generation_config.json sets the field."""
+"""These values apply if neither the request nor generation_config.json sets the field."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""How many names an error message lists, and how many names are compared with the requested one to suggest similar
-names.
-"""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """The data from which a process builds a ServedModel. It can be sent to other processes."""
+    """The spec can be sent to other processes."""
 
     config: ServerConfig
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """Values of generation_config.json, or of settings that replace it. `max_tokens` bounds the output."""
+    """Values of generation_config.json, or of settings that replace it."""
     context_length: int = 0
-    """Maximum tokens of a prompt together with its answer. Like `tasks`, the value is known only once the engine runs.
-    """
+    """Like `tasks`, the value is known only once the engine runs."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -91,7 +87,7 @@ class ServedModel(ServedModelSpec):
     """True if this process may be killed at any time, so that it can also do work that may never end."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
-        """Returns a copy with what the engine has reported. If the engine cannot read images, the copy accepts none."""
+        """If the engine cannot read images, the copy accepts none."""
         no_images_reason = info.no_images
         if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
@@ -122,7 +118,6 @@ class ServedModel(ServedModelSpec):
 
     @property
     def is_dual_encoder(self) -> bool:
-        """True if the model embeds images separately from text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     def resolve_model_name(self, requested_name: str | None) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Bytes by owner. The total and the largest owner are found without a search over all owners, because gateways name
-    ever more of them.
+    """The total and the largest owner are found without a search over all owners, because gateways name ever more of
+    them.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
@@ -14,7 +14,7 @@ class BytesByOwner:
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Owners that the transaction has changed, with the sizes that they had before; None outside a transaction."""
+        """None outside a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -59,10 +59,10 @@ class BytesByOwner:
 
 
 class SharedCapacity:
-    """A capacity that several owners share. An owner is the name of a tenant, or "" without API keys."""
+    """An owner is the name of a tenant, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """`usage` has what each owner uses. Pass it if other code reads it or reverts it."""
+        """Pass `usage` if other code reads it or reverts it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 
@@ -74,9 +74,7 @@ class SharedCapacity:
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """Returns what the owner may take now. A tenant must leave as much free as it uses; the owner "" may take all
-        that is free.
-        """
+        """A tenant must leave as much free as it uses; the owner "" may take all that is free."""
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 

@@ -19,7 +19,7 @@ from quire.server.shared_capacity import SharedCapacity
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
 ASLEEP_MESSAGE = "The model is asleep and takes no requests: POST /wake_up wakes it"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
-"""Reasons for a 503. vLLM uses the first two names."""
+"""vLLM uses the first two names."""
 
 
 class AdmissionTicket:
@@ -33,9 +33,7 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Charges the tenant's rate limit for `used_tokens` instead of the reserved tokens, and releases the prompt
-        tokens from the token budget. Only the first call has an effect.
-        """
+        """Only the first call has an effect."""
         if self._reservation is not None:
             self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
@@ -51,17 +49,13 @@ class Admission:
         self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
         self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
-        """Bounds the prompt tokens of calls whose tickets are not settled. If a client reads slowly, its call stays
-        unsettled after the engine is done with it.
-        """
+        """If a client reads slowly, its call stays unsettled after the engine is done with it."""
 
     def start_draining(self) -> None:
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Raises Overloaded if the server is shutting down, refuses requests while it sleeps, or has a full queue.
-        Called before the body is read, to spare an overloaded server.
-        """
+        """Raises Overloaded. Call this before the body is read, to spare an overloaded server."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -98,8 +92,8 @@ class Admission:
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
-        """Raises Overloaded. With API keys, a tenant may not use more of the queue than it leaves free to others
-        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
+        """With API keys, a tenant may not use more of the queue than it leaves free to others (Choudhury and Hahne,
+        1998, "Dynamic Queue Length Thresholds"), so it cannot lock them out.
         """
         client, config = self._client, self._config
         waiting = max(0, client.num_open + requests - self._max_running_requests)
@@ -141,13 +135,11 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
-    """A route that needs no awake engine, or that wakes the engine itself."""
-
     needs_awake = False
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts each request for the rate limits before its body is read, and adds x-ratelimit headers to the answer."""
+    """Counts each request for the rate limits before its body is read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -165,12 +157,10 @@ class RateLimitedRoute(EngineOptionalRoute):
         return handle_rate_limited
 
     def check_admission_before_body_read(self, request: Request) -> None:
-        """Raise the errors that do not depend on the body. The base class raises none."""
+        """Raise the errors that do not depend on the body."""
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """A route to data of the whole server, independent of the model."""
-
     names_model = False
 
 

@@ -28,8 +28,6 @@ log = logging.getLogger("quire.server")
 
 
 class AllowedHosts:
-    """Enforced if the server has no API keys and listens on loopback only."""
-
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for invalid names."""
         self._allowed = [_parse_host_pattern(name) for name in config.allowed_hosts]
@@ -40,8 +38,8 @@ class AllowedHosts:
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
     def find_refused_host(self, scope: Scope) -> str | None:
-        """Returns None if the request is accepted. Requests without the header Host are accepted, because browsers
-        always send it and HTTP/1.0 programs do not. X-Forwarded-Host is ignored.
+        """Requests without the header Host are accepted, because browsers always send it and HTTP/1.0 programs do not.
+        X-Forwarded-Host is ignored.
         """
         if not self._is_enforced:
             return None
@@ -81,7 +79,6 @@ def host_header_values(scope: Scope) -> list[str]:
 
 
 def _parse_host_pattern(name: str) -> str:
-    """Returns the pattern in lower case. Raises ConfigError for an invalid one."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

@@ -26,7 +26,7 @@ class AuthenticationMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        if "tenant" in scope:  # the server's own request, see server/batches and server/routes/websocket
+        if "tenant" in scope:  # the server's own request
             return await self._app(scope, receive, send)
         if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
             message = "Without API keys only programs on this machine may use this route: see --admin-api-key"
@@ -57,8 +57,8 @@ class AuthenticationMiddleware:
 
 
 def is_local_program(scope: Scope) -> bool:
-    """Returns True if a program on this machine sends the request. Returns False if a web page does, which the header
-    Origin shows, because browsers let any page send a POST without a body to a loopback server.
+    """Web pages, which send the header Origin, do not count, because browsers let any page send a POST without a body
+    to a loopback server.
     """
     if "origin" in Headers(scope=scope):
         return False
@@ -70,7 +70,6 @@ def is_local_program(scope: Scope) -> bool:
 
 
 def read_api_key(headers: Headers) -> str:
-    """Returns the key in OpenAI's header, or else the key in Anthropic's header; "" if there is no key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()
 
@@ -82,7 +81,5 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """Returns the hexadecimal digest of the request's key, or "" without keys. A key's name would not identify the
-    owner, because the name may later be given to another key.
-    """
+    """A key's name would not identify the owner, because the name may later be given to another key."""
     return tenant_of(request.scope).digest.hex()

@@ -22,14 +22,13 @@ from quire.server.shared_capacity import SharedCapacity
 UNCOUNTED_BYTES = 64 * 1024
 """Bodies up to this size do not count in the memory budget, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""Scope key of a body that was read before the request was passed to its route."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
-    """Tenant name; "" without API keys."""
+    """"" without API keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -61,14 +60,12 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """Receives bodies within a memory budget. A body for which there is no room waits unread, for at most
-    `wait_seconds`. Meanwhile slow senders are cut off, because they occupy the budget with little data.
+    """A body for which there is no room waits unread, for at most `wait_seconds`. Meanwhile slow senders are cut off,
+    because they occupy the budget with little data.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """`max_bytes` bounds each body. The budget is `budget_bytes`, or `max_bytes` if that is more, so one body
-        always fits.
-        """
+        """The budget is at least `max_bytes`, so one body always fits."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
@@ -77,7 +74,6 @@ class BodyReader:
         self._decode_slots = FairSemaphore(1)
         """One slot, because the budget does not count decoders' memory."""
         self._last_cut_at = 0.0
-        """Event loop time at which slow senders were last looked for."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -85,11 +81,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body, which counts in the budget until the end of the block. If the scope contains a
-        body that was read earlier, yields that one. If `json` is False, any content type is accepted. Raises
-        HTTPException if the body is too large, arrives too slowly or has an unknown encoding; InvalidRequest if the
-        encoding is broken, or if a browser declares another type than JSON; Overloaded if the budget stays full; and
-        ClientDisconnect.
+        """Yields the whole decoded body, which counts in the budget until the end of the block. If `json` is False, any
+        content type is accepted. Raises HTTPException if the body is too large, arrives too slowly or has an unknown
+        encoding; InvalidRequest if the encoding is broken, or if a browser declares another type than JSON; Overloaded
+        if the budget stays full; and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -166,7 +161,6 @@ class BodyReader:
             self._check_size(self._max_bytes + 1)
 
     async def _reserve_bytes(self, body: BodyBuffer, size: int) -> None:
-        """Raises Overloaded if there is no room within `wait_seconds`, HTTPException if `size` exceeds the maximum."""
         self._check_size(size)
         if size <= UNCOUNTED_BYTES:
             return
@@ -227,9 +221,9 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Raises InvalidRequest if a browser declares another content type than JSON, because browsers let pages of any
-    origin post such types without asking the server. A browser is recognized by the header Origin or Sec-Fetch-Site.
-    curl sends neither, so its `-d`, which declares a form, is accepted.
+    """Browsers let pages of any origin post other content types than JSON without asking the server. A browser is
+    recognized by the header Origin or Sec-Fetch-Site. curl sends neither, so its `-d`, which declares a form, is
+    accepted.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

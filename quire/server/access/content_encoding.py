@@ -52,8 +52,7 @@ def parse_encodings(headers: Headers) -> list[str]:
     return encodings
 
 
-class BodyTooLarge(Exception):
-    """The decoded body exceeds the limit."""
+class BodyTooLarge(Exception): ...
 
 
 class BodyDecoder:
@@ -89,16 +88,13 @@ class BodyDecoder:
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Advances `parts` in threads, and yields all parts that are not empty."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
-    """Returns the next parts that are not empty; the list may be empty if they take long. Returns None after the last
-    part.
-    """
+    """The list may be empty if the parts take long. Returns None after the last part."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:

@@ -11,7 +11,7 @@ from quire.server.config import ServerConfig
 from quire.server.error_responses import ErrorInfo, error_response
 
 REFUSALS_BEFORE_WARNING = 3
-"""Number of refused preflights before a warning. A single one may be a probe."""
+"""A single refused preflight may be a probe."""
 _MAX_SHOWN_CHARACTERS = 100
 log = logging.getLogger("quire.server")
 
@@ -32,7 +32,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class WebSocketOriginMiddleware:
-    """Answers 403 to WebSockets from foreign web pages, because browsers do not apply CORS to WebSockets."""
+    """Browsers do not apply CORS to WebSockets."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
         self._app = app
@@ -59,9 +59,7 @@ class WebSocketOriginMiddleware:
 
 
 class PreflightRefusalLogMiddleware:
-    """After REFUSALS_BEFORE_WARNING refused preflights, logs once that --allowed-origins exists, because the user of
-    the web page gets no useful message.
-    """
+    """Logs once that --allowed-origins exists, because the user of the web page gets no useful message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -21,8 +21,6 @@ PRIORITY_SCOPE_KEY = "quire.priority"
 
 
 class TrustedGateways:
-    """Reads headers only from addresses in `config.trusted_gateways`."""
-
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for an invalid address, network, or NAME=PRIORITY."""
         try:
@@ -30,7 +28,6 @@ class TrustedGateways:
         except ValueError as error:
             raise ConfigError(f"trusted_gateways: {error}", param="trusted_gateways") from None
         self.trusts_any = bool(self._networks)
-        """If False, headers need not be read."""
         self._priorities: dict[str, int] = {}
         for entry in config.objective_priorities:
             name, _, priority = entry.rpartition("=")
@@ -48,7 +45,6 @@ class TrustedGateways:
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """Returns None if the gateway names no priority, or one that is not configured."""
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)
         return None if name is None else self._priorities.get(name)
 

@@ -15,7 +15,7 @@ _HOST_HEADER = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#
 
 
 def normalize_host(host: str) -> str | None:
-    """Removes the port and a trailing dot. Returns None if malformed."""
+    """Removes the port and a trailing dot."""
     host = host.strip().lower()
     match = _HOST_HEADER.fullmatch(host)
     if match is None:
@@ -26,7 +26,6 @@ def normalize_host(host: str) -> str | None:
 
 
 def _normalize_address(text: str) -> str | None:
-    """Returns None if `text` is not an IP address."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -34,7 +33,6 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """True for names and addresses of this machine and of private networks."""
     name = normalize_host(host)
     if name is None:
         return False

@@ -12,12 +12,12 @@ from quire.server.shared_capacity import SharedCapacity
 MAX_LEASED_BYTES = 64 << 20
 """For comparison: the requests of 60 agents, each with 100 KB of tools and instructions that are echoed, use 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
-"""Limit for models that read images. A high-resolution image takes 13 MB until its answer ends."""
+"""A high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """Counts the memory of one request in a budget that all requests share. A lease up to `uncounted_bytes` is free."""
+    """A lease up to `uncounted_bytes` is free."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -53,8 +53,8 @@ class MemoryLease:
         self._counted = leased_bytes
 
     def move_to_new_lease(self) -> MemoryLease:
-        """Releases this lease, and returns a lease of the same size for an answer that continues without its
-        connection. The new lease counts from its first byte. Raises Overloaded.
+        """The new lease is for an answer that continues without its connection. It counts from its first byte. Raises
+        Overloaded.
         """
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
@@ -68,7 +68,7 @@ class MemoryLease:
 
 
 class MemoryLeaseMiddleware:
-    """Gives each request a lease, and releases it when the answer has left the connection's buffer."""
+    """Releases a request's lease when the answer has left the connection's buffer."""
 
     def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app
@@ -98,7 +98,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """Adds `size` bytes to the request's lease, which is released when the request has been answered. Raises
-    Overloaded.
-    """
+    """The lease is released when the request has been answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

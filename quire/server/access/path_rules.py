@@ -3,11 +3,11 @@ from __future__ import annotations
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """Paths without a key, because load balancers have none."""
 METRICS_PATH = "/metrics"
-"""Path of the metrics. It also accepts a key of --metrics-api-key."""
+"""This path also accepts a key of --metrics-api-key."""
 WEB_PREFIX = "/web/"
-"""Prefix of the web page's files. They need no key, because they contain no secrets; the page itself asks for a key."""
+"""These files need no key, because they contain no secrets; the page itself asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Prefix of operators' routes. If there are API keys, these routes need an admin's key."""
+"""If there are API keys, these routes need an admin's key."""
 
 ADMIN_PATHS = frozenset(
     {

@@ -26,11 +26,10 @@ class TokenBucket:
         return self._level
 
     def withdraw(self, amount: float) -> None:
-        """Never fails: the level may become negative. A negative `amount` is put back."""
+        """A negative `amount` is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """Returns the seconds until the bucket contains `amount`, or 0 if it does now."""
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
@@ -40,14 +39,14 @@ class TokenReservation:
         self._tokens = tokens
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Replaces the reserved tokens by `used_tokens`. Only the first call has an effect."""
+        """Only the first call has an effect."""
         bucket, self._bucket = self._bucket, None
         if bucket is not None:
             bucket.withdraw(used_tokens - self._tokens)
 
 
 class RateLimits:
-    """Limits of one tenant. None means unlimited. `count_request` and `reserve_tokens` raise RateLimited."""
+    """None means unlimited."""
 
     def __init__(
         self,
@@ -59,7 +58,6 @@ class RateLimits:
         self._request_bucket = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
         self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
         self.has_limits = self._request_bucket is not None or self._token_bucket is not None
-        """If False, no other method needs to be called."""
 
     def with_full_buckets(self) -> RateLimits:
         limits = [
@@ -98,7 +96,6 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """If the bucket contains less than `amount`, raises RateLimited with headers that say when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))

@@ -36,19 +36,16 @@ class Tenant:
 
     name: str
     digest: bytes
-    """SHA-256 of the key, which itself is not stored; empty without a key."""
+    """SHA-256 of the key; empty without a key."""
     limits: RateLimits
     weight: float = 1.0
     priority: int | None = None
     """The most urgent priority that requests may have (a lower number is more urgent). None allows any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """True if this key's requests may share cached prefixes with other keys' requests."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
-        """Returns a salt that differs by key, unless `shares_prefixes`, because timing must not reveal other tenants'
-        prompts.
-        """
+        """The salt differs by key, because timing must not reveal other tenants' prompts."""
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
@@ -90,7 +87,7 @@ class Tenants:
         self.requires_key = bool(self._keyed_tenants)
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
-        """Tenant of requests without keys, and of public paths."""
+        """Public paths have this tenant too."""
 
     @property
     def keyed_tenants(self) -> tuple[Tenant, ...]:
@@ -106,7 +103,7 @@ class Tenants:
         return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
-        """Returns the tenant whose key has this hexadecimal digest; None if the key is no longer accepted."""
+        """`digest` is hexadecimal."""
         tenants = self._keyed_tenants or [self.anonymous]
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
@@ -146,7 +143,7 @@ class Tenants:
 
 
 def _read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """Raises ConfigError; the message contains no key."""
+    """The error's message contains no key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,8 +11,8 @@ logger = logging.getLogger("quire.server")
 
 
 class UnexpectedErrorMiddleware:
-    """Logs unexpected exceptions and answers them with 500, unless the answer has begun. Starlette's handler runs
-    outside all middleware, so its answer would lack CORS headers, and pages of other origins could not read it.
+    """Starlette's handler runs outside all middleware, so its answer would lack CORS headers, and pages of other
+    origins could not read it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

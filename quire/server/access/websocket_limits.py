@@ -11,8 +11,6 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
-    """Limits of all WebSockets together. With API keys, a tenant must leave as much free as it uses."""
-
     connections: SharedCapacity
     memory: SharedCapacity
 

@@ -89,13 +89,13 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields number and line. Numbers begin at 1 and count empty lines."""
+    """Numbers begin at 1 and count empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """Maps each custom_id to its first line. Raises ConfigError."""
+    """Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
@@ -115,7 +115,7 @@ def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int
 
 @contextmanager
 def rereadable_file(path: Path) -> Iterator[Path]:
-    """Yields `path` itself. If it is a pipe or stdin (`-`), yields a temporary copy that can be read repeatedly."""
+    """If `path` is a pipe or stdin (`-`), yields a temporary copy that can be read repeatedly."""
     if str(path) != "-" and not path.is_fifo():
         yield path
         return

@@ -21,8 +21,8 @@ succession and find the instructions in the prefix cache.
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Returns the requests in processing order, or no requests and up to _MAX_ERRORS errors. `max_bytes` bounds each
-    body. Takes 1 s per 100 MB. Raises OSError.
+    """Returns the requests in processing order, or no requests and up to _MAX_ERRORS errors. Takes 1 s per 100 MB.
+    Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -52,7 +52,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yields each line's number (from 1), byte offset and content. A byte order mark is skipped."""
+    """Numbers begin at 1. A byte order mark is skipped."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):
@@ -66,7 +66,6 @@ def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tu
 
 
 def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
-    """Raises InvalidRequest."""
     if len(job.body) > max_bytes:
         raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
     if job.url != endpoint:

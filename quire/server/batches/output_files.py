@@ -38,8 +38,8 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Writes the batch's files, and ends the batch in the transaction that adds the files' rows. Blocks. May be called
-    again after an error. Raises OSError and sqlite3.Error.
+    """Ends the batch in the transaction that adds the files' rows. Blocks. May be called again after an error. Raises
+    OSError and sqlite3.Error.
     """
     new_files: list[StoredFile] = []
     try:
@@ -74,7 +74,6 @@ def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, n
 
 
 def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
-    """Returns None if there are no lines."""
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _OUTPUT_PURPOSE, 0, keep_seconds=batch.keep_seconds)

@@ -41,10 +41,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """True if a step with `num_requests` takes at most _MAX_SLOWDOWN times as long as one with `baseline_requests`.
-        If no step with `num_requests` was measured, a step with one request fewer is compared. If that is unknown too,
-        returns False.
-        """
+        """If no step with `num_requests` was measured, a step with one request fewer is compared."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

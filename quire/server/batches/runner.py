@@ -43,14 +43,12 @@ from quire.server.store.write_retry import Result, retry_until_written
 
 log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
-"""Priority of batch lines. Smaller numbers go first; the default of other requests is 0."""
+"""Smaller numbers go first; the default of other requests is 0."""
 MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
-"""Maximum number of concurrent uploads. With API keys, a key must leave as many free as it uses."""
 _SLOT_DIVISOR = 4
 _LINES_PER_CHECK = 2
-"""Number of lines that are started between two pauses, because each start blocks the event loop for some milliseconds.
-"""
+"""Each start blocks the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
@@ -91,9 +89,7 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Starts the unfinished batches that do not run yet. Also cancels running batches that other processes were
-        asked to cancel.
-        """
+        """Also cancels running batches that other processes were asked to cancel."""
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
@@ -116,7 +112,7 @@ class BatchRunner:
         return self.batches.is_file_in_use(owner, file_id)
 
     async def add_batch(self, owner: str, batch: Batch) -> None:
-        """Raises RateLimited if the owner has MAX_OPEN_BATCHES open batches."""
+        """Raises RateLimited."""
         if not await asyncio.to_thread(self.batches.add, owner, batch, MAX_OPEN_BATCHES):
             raise RateLimited(f"{MAX_OPEN_BATCHES} batches have not ended yet. Please try again later", headers={})
         if self.is_leader:
@@ -193,8 +189,8 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """Returns a tenant with a separate share of the engine and separate rate limits, so that batches do not slow
-        down the tenant's other requests.
+        """A separate share of the engine and separate rate limits prevent batches from slowing down the tenant's other
+        requests.
         """
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 

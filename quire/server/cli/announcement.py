@@ -14,14 +14,13 @@ from quire.server.config import ServerConfig
 
 
 def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
-    """Replaces a wildcard address by the loopback address. `port` is None for a Unix socket."""
+    """`port` is None for a Unix socket."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme, suffix = "https" if tls else "http", "" if port is None else f":{port}"
     return f"{scheme}://[{reachable}]{suffix}" if ":" in reachable else f"{scheme}://{reachable}{suffix}"
 
 
 def display_address(config: ServerConfig, base: str) -> str:
-    """Returns a Unix socket's path, or the URL."""
     return base if config.uds is None else str(config.uds)
 
 
@@ -52,9 +51,6 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """Returns the flags with which curl trusts the server's certificate: none if the system trusts it for this address.
-    Adds --cert if the server requires client certificates.
-    """
     host, flags = urlsplit(base).hostname or "", []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile

@@ -64,7 +64,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
-    """Raises ConfigError for settings that work only in a single process."""
+    """Raises ConfigError."""
     unshareable = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
@@ -91,8 +91,6 @@ class ManagerDependencies:
 
 
 class ApiProcessManager:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -180,9 +178,7 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Restarts the process until the server stops, and returns its last exit code. Raises ConfigError or
-        EngineError if MAX_FAILURES processes in a row end before they serve, or one fails before the server is ready.
-        """
+        """Returns the last exit code. Raises ConfigError or EngineError."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1

@@ -67,7 +67,7 @@ class BatchClient:
         self._http = http
 
     def submit_file(self, file: Path, window: str) -> dict[str, Any]:
-        """Uploads the file, and creates a batch for the endpoint of the file's first request."""
+        """The endpoint is that of the file's first request."""
         try:
             _, first = next(read_nonempty_lines(file), (0, ""))
             endpoint = parse_line(first).url
@@ -105,7 +105,7 @@ class BatchClient:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
     def wait_for_end(self, id: str) -> dict[str, Any]:
-        """Polls until the batch has ended, also while the server cannot be reached."""
+        """Also polls while the server cannot be reached."""
         batch = self.fetch_batch(id)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:

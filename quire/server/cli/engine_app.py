@@ -53,7 +53,7 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Serves the API on a Unix socket, and yields the socket's path. Raises the errors of the engine's start."""
+    """Yields the socket's path. Raises the errors of the engine's start."""
     # Only this user can enter the socket's folder, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)

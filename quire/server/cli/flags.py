@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 
-class ExclusiveFlags(dict[str, Any]):
-    """Flags of which a command accepts only one at a time."""
+class ExclusiveFlags(dict[str, Any]): ...
 
 
-class FlagGroup(dict[str, Any]):
-    """Flags that --help lists together, under the group's key in the flag table."""
+class FlagGroup(dict[str, Any]): ...
 
 
 def build_parser(

@@ -64,9 +64,7 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal` in the loop for SIGINT, SIGTERM and, unless it was ignored before (nohup), SIGHUP. After the
-    block, SIGHUP is ignored and the other two end the process at once.
-    """
+    """After the block, SIGHUP is ignored and the other two end the process at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
@@ -83,7 +81,6 @@ def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> 
 
 
 def dump_threads_on_signal() -> None:
-    """Makes SIGUSR1 write all threads' stacks to stderr, instead of ending the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 
@@ -92,9 +89,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit as far as the system allows, up to _MAX_OPEN_FILES. Warns if few connections are possible.
-    Raises ConfigError if the limit is too low to start.
-    """
+    """Raises ConfigError if the limit is too low to start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

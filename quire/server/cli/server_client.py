@@ -55,7 +55,6 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """Returns an error with the message of an OpenAI error body, or else with the HTTP status."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -100,7 +99,7 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """Raises EngineError, which suggests similar names, if `name` is not served."""
+    """Raises EngineError if `name` is not served."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -109,9 +108,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """Returns `name`, or the first listed model if it is None. Raises EngineError if the server lists models without
-    `name`, or if there is neither a list nor a name.
-    """
+    """Raises EngineError if the server lists models without `name`, or if there is neither a list nor a name."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

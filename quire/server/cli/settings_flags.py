@@ -41,7 +41,7 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
-    """Prints help and exits with status 0. `--help=all` also prints the uncommon flags."""
+    """`--help=all` also prints the uncommon flags."""
 
     uncommon_actions: list[argparse.Action]
 
@@ -58,7 +58,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """Adds --help, which the parser must not have yet, --config, and a flag per field."""
+    """The parser must not have --help yet."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -99,8 +99,8 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Returns the other arguments and the settings. `positional` names an argument whose value is the model, `gguf` one
-    whose value is a GGUF repository. Exits with status 2 for bad values.
+    """`positional` names an argument whose value is the model, `gguf` one whose value is a GGUF repository. Exits with
+    status 2 for bad values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -139,7 +139,7 @@ def _parse_yaml_and_flags(
 
 
 def _split_json_lists(texts: Sequence[str]) -> list[Any]:
-    """Splits JSON lists, as vLLM writes lists. Keeps other texts."""
+    """vLLM writes lists as JSON."""
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):
@@ -150,7 +150,6 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warns of VLLM_API_KEY, which Quire ignores, and of keys in flags, which the list of processes shows."""
     if os.environ.get("VLLM_API_KEY"):  # a user who set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key", "metrics_api_key"):
@@ -161,7 +160,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """Reads a file in the format of vLLM's --config. Omits the model unless `with_model`. Raises ConfigError."""
+    """Reads a file in the format of vLLM's --config. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -184,7 +183,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """Returns an argparse type for finite numbers from `low` to `high`. If `above`, `low` itself is excluded."""
+    """If `above`, `low` itself is excluded."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)

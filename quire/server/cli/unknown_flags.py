@@ -21,11 +21,11 @@ _PLUGIN_FLAGS = {
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""Metavar of flags whose value is a JSON object. The object may come in parts: `--flag.key.key value`."""
+"""The JSON object may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """Turns --max_model_len into --max-model-len, as vLLM does. Keys after a dot do not change."""
+    """Keys after a dot do not change."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -35,9 +35,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Translates flags of other programs. Drops flags without effect and prints why. Exits with status 2 for unknown
-    flags.
-    """
+    """Drops flags without effect and prints why. Exits with status 2 for unknown flags."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -114,9 +112,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Removes and returns the positional arguments after a dropped flag. Otherwise an earlier flag that takes a list
-    would also take them.
-    """
+    """Otherwise an earlier flag that takes a list would also take the positional arguments after a dropped flag."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -176,7 +172,6 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """Decodes JSON, and Python's True, False and None. Returns any other text unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:

@@ -98,7 +98,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def determinism_label(info: EngineInfo) -> str:
-    """Returns the ending of every answer's system_fingerprint."""
+    """Every answer's system_fingerprint ends in this label."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
@@ -189,7 +189,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Mixes greedy and sampled, short and long requests. Their common prefixes end near block boundaries."""
+    """Their common prefixes end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []

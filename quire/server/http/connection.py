@@ -30,7 +30,7 @@ MAX_FRAMING_BYTES = 1 << 20
 _BODY_BYTES_PER_FRAMING_BYTE = 4
 """This many body bytes allow one more framing byte, so that chunks of at least 24 bytes are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Limit of waiting requests. Reading pauses while requests wait, but one read could bring thousands."""
+"""Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
 """Bytes of a body that must arrive within each read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
@@ -143,8 +143,6 @@ class HttpConnection(HttpToolsProtocol):
         self._is_refused = False
         """If True, nothing more is read, and the refusal follows the answers to earlier requests."""
 
-    # Receiving
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = BatchingTransport(transport, self.loop, self._write_batcher, self._is_receiving)
@@ -215,7 +213,7 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
 
     def _flush_body_chunks(self) -> None:
-        """Joins chunks: the base class copies its whole buffer per chunk, and a chunk may be one byte."""
+        """The base class copies its whole buffer per chunk, and a chunk may be one byte."""
         if self._body_chunks:
             super().on_body(b"".join(self._body_chunks))
             self._body_chunks.clear()
@@ -235,7 +233,6 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_websocket_handshake(self) -> bool:
-        """True for a handshake on WEBSOCKET_PATH, but not while an earlier request is answered."""
         can_upgrade = self._should_upgrade() and not (self.pipeline or self._is_answering)
         path = self.url.partition(b"?")[0]
         return (
@@ -334,8 +331,6 @@ class HttpConnection(HttpToolsProtocol):
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()
-
-    # Sending
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -40,7 +40,7 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """Raises ConfigError if the address cannot be used. If the model is invalid too, the error reports both."""
+    """Raises ConfigError. If the model is invalid too, the error reports both."""
     try:
         if config.uds is None:
             return bind_tcp_socket(config.host, config.port)
@@ -88,9 +88,7 @@ def bind_unix_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the file `path`.lock during the block, because a server that still loads its model does not listen yet.
-    Raises ConfigError if another server has the lock.
-    """
+    """Locks the file `path`.lock, because a server that still loads its model does not listen yet."""
     lock_path = path.with_name(f"{path.name}.lock")
     try:
         for _ in range(_MAX_LOCK_TRIES):
@@ -111,9 +109,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock_file_or_none(path: Path) -> int | None:
-    """Returns the locked file's descriptor. Returns None if this file is no longer at `path`, where another server
-    could create and lock a new one. Raises OSError.
-    """
+    """Returns None if the locked file is no longer at `path`, where another server could create and lock a new one."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(lock)
@@ -130,9 +126,7 @@ def _lock_file_or_none(path: Path) -> int | None:
 
 
 def _remove_stale_socket(path: Path) -> int:
-    """Removes an ended server's socket file. Returns permissions for the new file. Raises ConfigError if `path` is not
-    a socket or a server listens on it.
-    """
+    """Returns permissions for the new file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -149,7 +143,6 @@ def _remove_stale_socket(path: Path) -> int:
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """Returns device and inode; None if there is no file."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -24,11 +24,10 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""Shutdown waits this many seconds for a dead engine's requests."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers. Calls `on_ready` when it listens, and drains before it stops."""
+    """uvicorn without signal handlers. Drains before it stops."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Call inside the app's lifespan. Raises ConfigError for unusable certificates."""
@@ -66,9 +65,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Answers new generations with 503. Generations that are open after --shutdown-timeout fail. Then the server
-        stops.
-        """
+        """Answers new generations with 503. Generations that are open after --shutdown-timeout fail."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -126,6 +123,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """True if the file has a certificate but no private key. OpenSSL would only report "PEM lib"."""
+    """OpenSSL would only report "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

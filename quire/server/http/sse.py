@@ -47,9 +47,7 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[Exception], bytes] = encode_openai_stream_error,
         transport: BatchingTransport | None = None,
     ) -> None:
-        """`ping` is sent after a silence of `config.sse_ping` seconds. `encode_error` encodes an error as the last
-        event. While the next chunk is awaited, the generator may write chunks to `transport` itself.
-        """
+        """While the next chunk is awaited, the generator may write chunks to `transport` itself."""
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self.raw_headers = [(b"content-type", content_type), *EVENT_STREAM_HEADERS, *extra_headers]
@@ -137,7 +135,7 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of `work`. If the client leaves first, cancels `work` and raises HTTPException."""
+    """If the client leaves first, cancels `work` and raises HTTPException."""
     task = asyncio.create_task(work)
 
     def cancel_task() -> None:

@@ -20,7 +20,7 @@ MORE_PIECES_KEY = "quire.more_pieces"
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
 """Scope key of an asyncio.Event. It is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024
-"""Bytes that are parsed before other connections get their turn. They contain at most 2,700 frames."""
+"""These bytes contain at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many pieces wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
@@ -32,9 +32,9 @@ _CLOSE_SECONDS = 2.0
 
 
 class WebSocketConnection(WSProtocol):
-    """Passes messages in pieces to the application, which can refuse them. When the server stops, lets the application
-    close the connection. uvicorn's connection buffers whole messages, answers any number of pings, waits forever for
-    clients that do not read, and cuts off open answers when the server stops.
+    """Passes messages in pieces to the application, which can refuse them. uvicorn's connection buffers whole messages,
+    answers any number of pings, waits forever for clients that do not read, and cuts off open answers when the server
+    stops.
     """
 
     transport: BatchingTransport
@@ -71,8 +71,6 @@ class WebSocketConnection(WSProtocol):
     def handle_connect(self, event: events.Request) -> None:
         super().handle_connect(event)
         cast(dict[str, Any], self.scope)[GOING_AWAY_SCOPE_KEY] = self._going_away
-
-    # Receiving
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
@@ -149,8 +147,6 @@ class WebSocketConnection(WSProtocol):
             self.transport.write(self.conn.send(event.response()))
         super().handle_close(event)
 
-    # Sending
-
     def pause_writing(self) -> None:
         super().pause_writing()
         self.transport.writable = False
@@ -167,7 +163,7 @@ class WebSocketConnection(WSProtocol):
             self._write_timer = None
 
     def shutdown(self) -> None:
-        """Called when the server stops. Open answers may finish first."""
+        """Open answers may finish first."""
         if self.handshake_complete and not self.close_sent:
             self._going_away.set()
         else:

@@ -18,7 +18,6 @@ MAX_BUFFERED_BYTES = 16 * 1024
 """Buffers above this size are written at once, so that the transport can pause writing."""
 
 LINGER_SECONDS = 10.0
-"""How long a connection stays open after a refusal, so that a client that still sends can read it."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
 
 
@@ -41,7 +40,7 @@ class WriteBatcher:
 
 
 class BatchingTransport(asyncio.Transport):
-    """Buffers writes until the end of the event loop's turn. Has only the methods that uvicorn uses."""
+    """Has only the methods that uvicorn uses."""
 
     __slots__ = (
         "_buffer",
@@ -68,7 +67,7 @@ class BatchingTransport(asyncio.Transport):
         self._is_client_sending = is_client_sending
         self._buffer = b""
         self._is_lingering = False
-        """True after `close` while the client still sends. Its input is dropped, and nothing more is written."""
+        """While this is True, the client's input is dropped, and nothing more is written."""
         self.writable = True
         self.last_chunk_time = 0.0
         """time.monotonic() of the last `write_chunk`."""
@@ -122,7 +121,6 @@ class BatchingTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def hand_over(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """Makes `protocol` the connection's protocol, and returns the inner transport."""
         self.flush_buffer()
         self.release_references()
         self._transport.set_protocol(protocol)

@@ -38,12 +38,10 @@ _IPV4_EMBEDDING_NETWORKS = tuple(
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
 
 
-class ForbiddenAddress(Exception):
-    """A host has an address that is not allowed, or no address."""
+class ForbiddenAddress(Exception): ...
 
 
 def is_public_address(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved addresses."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -113,9 +111,6 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains` are the allowed hosts: *.example.com allows all subdomains, * allows any host. `look_up` is called
-        like getaddrinfo.
-        """
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
@@ -174,7 +169,6 @@ class ImageFetcher:
         raise image_error(where, f"its address redirects more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
-        """Raises InvalidRequest."""
         url = _url_to_ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")

@@ -16,7 +16,7 @@ _FILE_NAME, _DESCRIPTION = "models.json", "the added models"
 
 
 class AddedModels:
-    """Models that were added at run time. Without a data directory, they are lost when the server ends."""
+    """Without a data directory, added models are lost when the server ends."""
 
     def __init__(self, config: ModelsConfig, data_dir: Path | None) -> None:
         self._file = None if data_dir is None else data_dir / _FILE_NAME

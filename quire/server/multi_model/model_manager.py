@@ -44,7 +44,6 @@ _RETRY_SECONDS = 10.0
 class ManagedModel:
     entry: ModelEntry
     runtime: ModelRuntime | None = None
-    """None until loaded."""
     num_open: int = 0
     waiting_since: float = 0.0
     """Monotonic time; 0 if no request waits."""
@@ -126,7 +125,7 @@ class ModelManager:
         await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
-        """Loads the first model. Raises the errors of the model's start, with the model's name in the message."""
+        """Raises the errors of the first model's start."""
         first = self.managed_models[0]
         try:
             await self._load_model(first)
@@ -144,9 +143,7 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """Counts an open request of `member` during the block, so that `member` is woken and kept awake. If the memory
-        limit does not suffice for all requested models, they are awake in turns.
-        """
+        """Also wakes `member`. If the memory limit does not suffice for all requested models, they take turns."""
         member.num_open += 1
         member.last_used_at = clock.monotonic()
         self._change_event.set()
@@ -243,7 +240,6 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
-        """Raises the errors of the engine's start."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -262,7 +258,6 @@ class ModelManager:
             member.load_finished.set()
 
     def _check_fits_memory_limit(self, size: int) -> None:
-        """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(

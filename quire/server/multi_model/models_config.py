@@ -18,9 +18,7 @@ from quire.server.config import ServerConfig
 from quire.server.multi_model.presets import ModelPreset, parse_preset
 
 _DEFAULT_KV_GIB = 1.0
-"""Default GiB of a model's KV cache. It is fixed, because a share of the machine's memory would depend on other
-programs.
-"""
+"""This default is fixed, because a share of the machine's memory would depend on other programs."""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
     "served_model_name",
@@ -69,7 +67,7 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """Seconds until an idle model sleeps; 0: never."""
+    """0: never."""
     sleep_level: int
     """1: the engine's process stays and wakes fast; 2: it ends."""
 
@@ -87,7 +85,7 @@ class ModelsConfig:
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """Parses a model that is added over HTTP. Raises ConfigError, also for settings that only the file may have."""
+        """Raises ConfigError, also for settings that only the file may have."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -163,7 +161,6 @@ def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEnt
 
 
 def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the table is an alias with keys or values that an alias may not have."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:

@@ -64,9 +64,7 @@ def create_multi_model_app(
     config: ServerConfig,
     tenants: Tenants,
 ) -> FastAPI:
-    """The lifespan runs the manager. GET /v1/models has each model's `state`; POST /v1/models/load and /unload need an
-    admin. Raises the errors of `build_app`.
-    """
+    """The lifespan runs the manager. Raises the errors of `build_app`."""
 
     @asynccontextmanager
     async def open_models() -> AsyncIterator[ModelDispatcher]:
@@ -128,7 +126,6 @@ class MultiModelDispatcher:
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
-        """Returns the first model if `name` is None or empty. Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if not name or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):

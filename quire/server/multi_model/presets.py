@@ -78,9 +78,7 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Adds the preset's system message and parameters where the body has none. A body that is not a JSON object stays
-    unchanged.
-    """
+    """Adds the preset's system message and parameters where the body has none."""
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return

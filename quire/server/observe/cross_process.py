@@ -62,13 +62,12 @@ class CrossProcessObserver:
         return [*self._metrics.collect_samples(), *http, *self._ended_process_samples()]
 
     async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
-        """Asks the other processes. Returns None if none of them knows the request."""
         explanations = await self._call_peers(CrossProcessObserver.explain_own_request, name, tenant.name, tenant.admin)
         return explanations[0] if explanations else None
 
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
-        """Returns JSON; None if the request is unknown, or if the tenant is neither its owner nor an admin. Only the
-        owner sees prompt content.
+        """None if the request is unknown, or if the tenant is neither its owner nor an admin. Only the owner sees
+        prompt content.
         """
         caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)

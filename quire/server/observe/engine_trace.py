@@ -16,15 +16,13 @@ from quire.engine.common import clock
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-"""Process ids in the trace. Viewers show the tracks of one process id as a group."""
+"""Viewers show the tracks of one process id as a group."""
 FIRST_STEP_TRACK = 1
 TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """Records for `seconds`. Builds the JSON in a thread, because this is slow, and from copies of timelines, because
-    these still change.
-    """
+    """Builds the JSON in a thread, because this is slow, and from copies of timelines, because these still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)

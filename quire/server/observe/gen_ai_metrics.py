@@ -31,7 +31,7 @@ FIRST_TOKEN_BUCKETS = (
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 ATTRIBUTES = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
 ERROR_TYPES = {"error": "500", "timeout": "timeout", "queue_timeout": "timeout"}
-"""error.type by finish reason. Disconnects are not errors."""
+"""Disconnects are not errors."""
 OPERATION_NAMES = {
     "chatcmpl": "chat",
     "msg": "chat",
@@ -41,12 +41,11 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""Operation names by id prefix. The conventions have no names for scores, rankings and labels."""
+"""The conventions have no names for scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """If the id's prefix has no operation name, returns the prefix."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 

@@ -16,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Requests to these paths are not counted, because probes would outnumber all others."""
+"""Probes of these paths would outnumber all other requests."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
@@ -53,7 +53,6 @@ _IN_PROCESS_SERVER = ("batch", None)
 
 class HttpMetrics(Collector):
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """The label `handler` is the path template of the one of `routes` that matches."""
         self._routes = routes
         self._registry = CollectorRegistry()
         registry = self._registry
@@ -84,7 +83,7 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     def count_request_start_if_tracked(self, scope: Scope) -> bool:
-        """Returns False if the request is not counted. After True, count_request_end must be called."""
+        """After True, count_request_end must be called."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False
         self._open_requests.inc()
@@ -106,7 +105,6 @@ class HttpMetrics(Collector):
         return samples_of_registry(self._registry)
 
     def _route_template(self, scope: Scope) -> str:
-        """All unknown paths have the template _UNKNOWN_PATH."""
         route = scope.get("route")
         if route is None:  # refused before routing, or answered by a mounted application
             unprefixed_scope = {**scope, "root_path": ""}
@@ -125,7 +123,7 @@ def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
 
 
 class MergedHttpMetrics(Collector):
-    """Sums metrics over processes. The start time is that of the process that started first."""
+    """The start time is that of the process that started first."""
 
     def __init__(self, local_metrics: HttpMetrics, peer_samples: Sequence[PeerSample]) -> None:
         self._summed = SummingCollector(

@@ -18,7 +18,7 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Maximum share of the engine's time that views may take. The more a view costs, the less often it is taken."""
+"""The more a view costs, the less often it is taken."""
 MAX_LISTED_ENGINES = 8
 OVERLAP_SECONDS = 4
 """Each `state` repeats this many last complete seconds, for streams that missed an event."""
@@ -48,7 +48,7 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """Ends the streams. Otherwise a server that waits for open requests would never end."""
+        """A server that waits for open requests would never end while streams are open."""
         for stream in list(self._streams):
             stream.close_stream()
 
@@ -69,7 +69,6 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """Returns None if the engine is in a long step, asleep, or being replaced."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()

@@ -28,7 +28,7 @@ _HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
 
 
 def set_up_logging(config: ServerConfig) -> None:
-    """Configures logging, except for what a failing engine writes to stderr, which keeps its own format."""
+    """What a failing engine writes to stderr keeps its own format."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JsonFormatter())

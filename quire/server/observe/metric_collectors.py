@@ -162,9 +162,6 @@ def _per_engine_and_label(
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """Yields the number of calls that this process refused, by reason, and the number of answers aborted because
-    clients read too slowly.
-    """
     text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -175,7 +172,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """The labels list the adapters of waiting and running requests. The value is the current time in Unix seconds."""
+    """The value is the current time in Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]

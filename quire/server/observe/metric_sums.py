@@ -32,8 +32,6 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 
 class LabelingCollector(Collector):
-    """Merges metrics of models or processes. A label tells them apart."""
-
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
         """If `label` is "", no label is added. The keys of `collectors` are values of the label."""
         self._label, self._collectors = label, collectors

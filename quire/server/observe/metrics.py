@@ -131,7 +131,7 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", None),
     ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
-"""Name, help text, buckets. None: token buckets up to the context length."""
+"""None stands for token buckets up to the context length."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
@@ -139,8 +139,6 @@ ENGINE_LABEL = "0"
 
 
 class Metrics:
-    """Labels: model name and engine number, as in vLLM."""
-
     def __init__(
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
@@ -216,7 +214,6 @@ class Metrics:
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """Registers a constant metric with the configuration as labels, as vLLM does."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
@@ -279,7 +276,7 @@ class Metrics:
         peer_samples: Sequence[PeerSample] = (),
         extra_registries: Iterable[CollectorRegistry] = (),
     ) -> bytes:
-        """Returns Prometheus text format. `extra_registries` belong to no model."""
+        """`extra_registries` belong to no model."""
         for each in models:
             each.rolling_stats.flush_token_gaps()
         label = "model_name" if len(models) > 1 else ""
@@ -294,7 +291,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """Returns counters by label value. Without a label, the only key is ""."""
+    """Without a label, the only key is ""."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 

@@ -9,7 +9,6 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
-"""Maximum number of turns in a report: the latest of a conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their blocks were evicted to make room",
     "computing": "another request was still computing them",
@@ -26,7 +25,7 @@ OWN_LOAD_TEXT = "their blocks were evicted; requests of this API key alone have 
 
 
 def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
-    """Returns None if nothing is known. Pass `decode` only for callers that may read the prompt."""
+    """Pass `decode` only for callers that may read the prompt."""
     report = timeline.prefix_report
     if report is None:
         return None
@@ -41,7 +40,6 @@ def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict
 def conversation_turns(
     log: RequestLog, history: RequestHistory, conversation: str, may_show: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """Returns at most MAX_TURNS turns, oldest first. `may_show`: see explain_request."""
     turns_by_answer: dict[str, dict[str, Any]] = {}
     for timeline in (*history.ended_timelines, *history.open_timelines):
         report = timeline.prefix_report

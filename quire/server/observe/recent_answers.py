@@ -20,7 +20,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """Returns the latest first. Reads at most MAX_ANSWERS and MAX_SEQUENCES, whatever --request-history keeps."""
+    """Reads at most MAX_ANSWERS and MAX_SEQUENCES, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
@@ -69,9 +69,7 @@ def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str,
 
 
 def _completion_time(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """Returns time.monotonic() of completion; None if the answer is incomplete. A background answer may end after its
-    HTTP response.
-    """
+    """A background answer may end after its HTTP response."""
     if record.ended_at is None or any(each.ended_at is None for each in sequences):
         return None
     return max([record.ended_at, *(each.ended_at or 0.0 for each in sequences)])
@@ -105,9 +103,7 @@ def _tenant_totals(
     timelines: Mapping[str, Sequence[Timeline]],
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
-    """Returns the tenants with the largest share first. `share` weighs tokens as the scheduler does: an output token
-    counts as OUTPUT_TOKEN_COST prompt tokens.
-    """
+    """`share` weighs tokens as the scheduler does: an output token counts as OUTPUT_TOKEN_COST prompt tokens."""
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:
         empty_totals = {"name": record.owner, "requests": 0, "open": 0, "computed_tokens": 0, "output_tokens": 0}

@@ -48,7 +48,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Stores the latest `capacity` answers. Callers see answers of their own key, and admins see all."""
+    """Callers see answers of their own key, and admins see all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -76,7 +76,7 @@ class RequestLog:
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
         """`name` is an internal id, an answer id or an X-Request-Id. Returns the latest matching record that the caller
-        may see, otherwise None.
+        may see.
         """
         record = self._records_by_id.get(name)
         if record is None:
@@ -89,7 +89,6 @@ class RequestLog:
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """Returns None if the record is no longer stored."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -106,7 +105,7 @@ class HttpRequestMetrics(Protocol):
 
 
 class RequestLogMiddleware:
-    """The outermost middleware. Records each request, and sets X-Request-Id."""
+    """The outermost middleware."""
 
     def __init__(
         self,
@@ -160,7 +159,6 @@ class RequestLogMiddleware:
 
 
 def _status_of(message: Message) -> int | None:
-    """Returns None if the message does not begin an answer."""
     match message["type"]:
         case "http.response.start" | "websocket.http.response.start":
             return int(message["status"])
@@ -170,13 +168,11 @@ def _status_of(message: Message) -> int | None:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """Returns 0 if the header is missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 
 
 def safe_request_id(caller_id: str | None) -> str:
-    """The caller's id if it is safe in logs and headers, otherwise a new one."""
     return caller_id if is_safe_id(caller_id) else f"req-{random_source.token_hex(16)}"
 
 

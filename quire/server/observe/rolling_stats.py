@@ -28,7 +28,6 @@ class LatencyHistogram:
         self._buckets: Counter[int] = Counter()
 
     def observe_sorted(self, *seconds: float) -> None:
-        """`seconds` must be ascending."""
         start = 0
         while start < len(seconds):
             bucket = round(math.log(max(seconds[start], _MIN_SECONDS)) / _LOG_BUCKET_WIDTH)
@@ -37,7 +36,7 @@ class LatencyHistogram:
             start = end
 
     def percentiles(self) -> list[float] | None:
-        """PERCENTILES in seconds; None if empty."""
+        """PERCENTILES in seconds."""
         total = self._buckets.total()
         return [self._value_at_rank(share * total) for share in PERCENTILES] if total else None
 
@@ -69,7 +68,7 @@ class SecondBin:
 
 
 class RollingStats:
-    """Statistics of the last HISTORY_SECONDS. A second without tokens has no bin."""
+    """A second without tokens has no bin."""
 
     def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
         """`gap_listener` is called with many gaps at once, in ascending order."""
@@ -104,9 +103,7 @@ class RollingStats:
             self._gap_listener(gaps)
 
     def update_current_bin(self) -> SecondBin:
-        """Call this when tokens have arrived. Adds the tokens since the last call to the current second's bin, and
-        returns it.
-        """
+        """Call this when tokens have arrived."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(SecondBin(second))

@@ -64,7 +64,6 @@ async def list_conversation_turns(name: str, request: Request) -> dict[str, Any]
 
 
 async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tuple[bytes, ModelRuntime]:
-    """Raises RequestNotFound."""
     for runtime in list(get_server_context(request).models.loaded_runtimes):
         async with runtime.loop_work_pacer:
             explanation = runtime.cross_process_observer.explain_own_request(name, tenant.name, tenant.admin)

@@ -83,8 +83,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """Returns the stored response. Returns None if the server ended after it had accepted the call and before it had
-    stored the response. Raises HTTPException while another request is between these steps.
+    """Returns None if the server ended after it had accepted the call and before it had stored the response. Raises
+    HTTPException while another request is between these steps.
     """
     try:
         return Response(
@@ -175,7 +175,6 @@ def require_store(request: Request, id: str) -> Store:
 
 
 async def _find_response_summary(request: Request, response_id: str) -> ObjectSummary:
-    """Raises RequestNotFound."""
     get_summary = require_store(request, response_id).get_summary
     return await find_or_raise(
         request, get_summary, "response", response_id, not_found=_response_not_found(response_id)
@@ -183,7 +182,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """Counts the response in the request's memory lease. Raises RequestNotFound or Overloaded."""
+    """Counts the response in the request's memory lease."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

@@ -88,6 +88,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """Returns the only model's runtime. server/multi_model/multi_model_app.py replaces the routes that call this."""
+    """server/multi_model/multi_model_app.py replaces the routes that call this."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

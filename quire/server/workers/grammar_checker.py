@@ -1,4 +1,4 @@
-"""Checks that callers' grammars compile before an engine gets them; see engine/text/grammar_compiler.py."""
+"""Checks that callers' grammars compile before an engine gets them."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and caches the last verdicts. Builds weaker grammars in threads, because this may
-    take long.
-    """
+    """Builds weaker grammars in threads, because this may take long."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
@@ -66,9 +64,9 @@ class GrammarChecker:
         tenant: Tenant,
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
-        """Raises InvalidRequest, with the grammar's parameter, for the first grammar that is wrong, unsupported or too
-        complex, and the errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names.
-        If a part alone is wrong, the error names it, because the caller wrote only the part.
+        """Raises InvalidRequest, with the grammar's parameter, for the first grammar that does not compile, and the
+        errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names. If a part alone is
+        wrong, the error names it, because the caller wrote only the part.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)
@@ -82,9 +80,8 @@ class GrammarChecker:
     async def choose_compilable_grammar(
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
-        """Returns a grammar that answers must match: the requested one if it compiles; otherwise one in which each
-        non-strict tool has the nearest weaker schema that compiles. Raises as `check_grammars` does, with the caller's
-        field names.
+        """Returns the requested grammar if it compiles; otherwise one in which each non-strict tool has the nearest
+        weaker schema that compiles. Raises as `check_grammars` does, with the caller's field names.
         """
         *first, last = resolved.grammars.to_check
         await self.check_grammars(first, tenant)
@@ -118,7 +115,6 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """Returns None if the grammar compiles."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

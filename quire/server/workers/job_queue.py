@@ -37,9 +37,7 @@ class WorkerSlotClaim:
 
     @property
     def duration_class(self) -> int:
-        """Groups jobs of similar duration. Many jobs of one class do not delay another class, even of the same
-        tenant.
-        """
+        """Many jobs of one class do not delay another class, even of the same tenant."""
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property

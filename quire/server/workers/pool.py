@@ -66,10 +66,6 @@ _pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
-    """Runs functions that take a body, the model and the configuration. `start_fork_server`, or the first job, starts
-    the process that forks workers.
-    """
-
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
@@ -79,14 +75,13 @@ class WorkerPool:
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """With API keys, a tenant must leave as much free as it uses."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
         self._shutdown_error: Exception | None = None
         self._is_closed = False
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks workers. It continues if the caller that waits for it is cancelled."""
+        """The start continues if the caller that waits for it is cancelled."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
@@ -111,10 +106,9 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """Runs `work` on a body's joined pieces in a worker. Cancelling this call kills the worker. `is_slow`: see
-        WorkerSlotClaim. `extra_bytes`: size of the arguments bound to `work`. Raises the errors of `work`, Overloaded
-        if too many jobs wait or the worker hangs, InvalidRequest if the job exceeds a worker's time or memory, and
-        EngineError if no worker can be started.
+        """Cancelling this call kills the worker. `extra_bytes`: size of the arguments bound to `work`. Raises the
+        errors of `work`, Overloaded if too many jobs wait or the worker hangs, InvalidRequest if the job exceeds a
+        worker's time or memory, and EngineError if no worker can be started.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -173,9 +167,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Starts the process that forks workers, unless it runs or is starting. Awaiting the task raises OSError if the
-        start fails.
-        """
+        """Awaiting the task raises OSError if the start fails."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -263,7 +255,6 @@ class WorkerPool:
             raise
 
     async def _fork_with_retry(self) -> _WorkerProcess:
-        """Raises EngineError if the fork server cannot be started, or dies, in both tries."""
         for tries in (1, 2):
             process: Child | None = None
             try:
@@ -280,7 +271,6 @@ class WorkerPool:
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
-        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -346,7 +336,6 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Kills the process if it stalls for STALL_SECONDS during the block."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -109,7 +109,7 @@ def _reap_ended_workers() -> None:
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
-    """Answers jobs until the server hangs up. `adapters` is the list to which `model` refers; each job updates it."""
+    """`adapters` is the list to which `model` refers; each job updates it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native libraries report a lack of memory there
     frames = connection.makefile("rb")
     initial_bytes = private_memory_bytes()
@@ -132,7 +132,6 @@ def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str
 
 
 def _read_frame(pipe: BinaryIO) -> bytes:
-    """Raises EOFError if the server is gone."""
     if (content := read_frame(pipe)) is None:
         raise EOFError
     return content

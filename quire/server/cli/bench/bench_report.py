@@ -34,7 +34,7 @@ REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": Fla
 
 
 def check_report_paths(json_path: Path | None, png_path: Path | None = None) -> None:
-    """Raises ConfigError if a path's directory does not exist, or matplotlib is missing for `png_path`."""
+    """Raises ConfigError, also if matplotlib is missing for `png_path`."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")

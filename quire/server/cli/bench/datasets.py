@@ -76,7 +76,6 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None

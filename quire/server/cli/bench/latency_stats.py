@@ -63,7 +63,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Returns None if there are no samples."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None

@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """True for each chunk of /completions. False for a chat chunk that only opens the answer."""
+        """False for a chat chunk that only opens the answer."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 

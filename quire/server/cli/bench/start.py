@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 MAX_TOKENS = 8
 LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
-"""HTTP statuses of servers that are still loading. None means that there was no response."""
+"""None means that there was no response."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,9 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_time_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
-    """Return seconds from the start of the server's process to its first token. Raises EngineError, and ConfigError if
-    `command` cannot be started.
-    """
+    """Returns seconds. Raises EngineError, and ConfigError if `command` cannot be started."""
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
@@ -119,9 +117,7 @@ def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.P
 async def _wait_for_first_token(
     url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float
 ) -> float:
-    """Return time.perf_counter() at the first token. Raises EngineError if the server refuses, ends or misses
-    `deadline`.
-    """
+    """Return time.perf_counter() at the first token."""
     named = {"model": model} if model else {}
     body = {**named, "prompt": "Once upon a time", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)

@@ -35,7 +35,7 @@ class StreamClient:
         keep_alive: bool = True,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """`base` may end in /v1. If `trust` is None, the system's certificates are trusted. Raises ConfigError."""
+        """`base` may end in /v1. Raises ConfigError."""
         parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
@@ -117,7 +117,7 @@ class _StreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends the request. Without an earlier [DONE], it fails with StreamError."""
+        """Without an earlier [DONE], the request fails with StreamError."""
         self.is_reusable = False
         self._resolve_response_future("the connection was closed before the end of the answer")
 

@@ -17,7 +17,7 @@ _VLLM_NAMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": 
 
 
 def goodput(answers: Sequence[BenchAnswer], goals: Sequence[tuple[str, float]], seconds: float) -> float:
-    """Returns how many requests per second meet all `goals`. A goal is vLLM's name of a latency and its limit in ms."""
+    """A goal is vLLM's name of a latency and its limit in ms."""
     num_good = 0
     for answer in answers:
         samples = {_VLLM_NAMES[name]: values for name, values in latency_samples([answer]).items()}

@@ -47,7 +47,6 @@ def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.N
 
 
 def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
-    """Returns `count` lengths: equal to `length`, or random ones around it with --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
         return [length] * count
@@ -56,7 +55,7 @@ def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[in
 
 
 def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the measured prompts and the warm-up prompts. They share only the common prefix."""
+    """The measured prompts and the warm-up prompts share only the common prefix."""
     rng = random.Random(args.seed)
 
     def random_ids(count: int) -> list[int]:

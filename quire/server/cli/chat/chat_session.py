@@ -23,7 +23,7 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Usage of the last answer; empty if the stream reports none."""
+    """Empty if the stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps the part of an interrupted answer that was received. If nothing was received, a refusal drops `text`
@@ -49,9 +49,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Removes the last user message and its answer. Returns the message's text, or None if there is no message. Its
-        images become pending again.
-        """
+        """Returns the removed message's text. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -62,7 +60,7 @@ class ChatSession:
         return message_text(content)
 
     def save_conversation(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be written, or exists and is not a saved conversation."""
+        """Raises ConfigError, also if the file exists and is not a saved conversation."""
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):

@@ -45,7 +45,6 @@ class CommandOutcome:
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """A line with a leading slash is a command."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:
@@ -59,7 +58,6 @@ def handle_line(
 
 
 def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
-    """Raises QuireError."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
@@ -144,7 +142,6 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body

@@ -17,7 +17,6 @@ _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return the blocks that further text cannot change, and the text after them."""
     blocks = []
     lines = list[str]()
     blank = False

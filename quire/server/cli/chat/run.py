@@ -106,14 +106,12 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Returns the piped text and then the words; None if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options["temperature"] = args.temperature
@@ -140,9 +138,7 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """Returns the server's URL and the model. (None, None) means that an engine must be started. With --url, the model
-    may be None.
-    """
+    """(None, None) means that an engine must be started. With --url, the model may be None."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model

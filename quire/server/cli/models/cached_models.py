@@ -18,7 +18,7 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""Value of --models that means all downloaded models, unless a file has this name."""
+"""A file of this name takes precedence."""
 _MEMORY_SHARE = 0.9
 
 

@@ -62,7 +62,6 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """Returns None if there is no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:

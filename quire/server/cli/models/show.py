@@ -53,7 +53,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns None if no server has the model. Raises ServerUnreachable if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
@@ -83,7 +82,6 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _describe_stored(name: str) -> dict[str, Any]:
-    """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
@@ -126,7 +124,6 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
 
 
 def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
-    """Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)

@@ -25,10 +25,9 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Context length that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
 _LAPTOP_FLOPS = 1e12
-"""Assumed 16-bit operations per second of a laptop. A rough value suffices, because memory limits a single stream."""
+"""A rough value suffices, because memory limits a single stream."""
 _EMBEDDING_BITS = 6.5625
 """Bits per number of Q6_K, which 4-bit files use for tied embeddings."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")

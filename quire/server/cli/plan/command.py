@@ -103,7 +103,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
-    """Raises ConfigError."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
@@ -130,7 +129,6 @@ def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest
 
 
 def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
-    """Raises ConfigError."""
     if estimate.fits and not estimate.block_bytes:
         raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
     try:

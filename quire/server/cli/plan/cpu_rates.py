@@ -30,8 +30,7 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
     """Returns cached rates that are less than a day old. Otherwise measures, and keeps the better of old and new
-    figures, because other programs can only lower them. `must_measure` ignores the cache. If the measurement fails, for
-    example without kernels for this processor, returns the old rates or None.
+    figures, because other programs can only lower them. If the measurement fails, returns the old rates or None.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
@@ -47,7 +46,6 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Return the machine unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine
@@ -62,7 +60,6 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
-    """Returns a key that differs by processor, number of usable cores, Quire's version and QUIRE_CPU_ISA."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"

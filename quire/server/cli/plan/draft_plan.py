@@ -28,7 +28,7 @@ class DraftPlan:
 
     @property
     def is_separate_model(self) -> bool:
-        """True if the draft is a separate model, whose KV is not stored in tiers. The KV of draft heads is."""
+        """The KV of a separate draft model is not stored in tiers; the KV of draft heads is."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
@@ -68,8 +68,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Returns the bytes per request and device outside of KV blocks; see worker/device_memory.py. The draft's bytes are
-    divided by `num_devices_per_memory`, because only one of the devices that share a memory drafts.
+    """Returns the bytes per request and device outside of KV blocks. The draft's bytes are divided by
+    `num_devices_per_memory`, because only one of the devices that share a memory drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, element_sizes)
     return served.slot_bytes(max_draft_tokens, element_sizes) // num_parts + own // num_devices_per_memory

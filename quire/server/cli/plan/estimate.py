@@ -82,7 +82,6 @@ class Estimate:
 
     @property
     def num_fitting_blocks(self) -> int:
-        """0 if the model has no KV cache."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -100,7 +99,7 @@ class Estimate:
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """Returns the sum over all streams. None if the machine's speed is unknown."""
+        """Returns the sum over all streams."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -111,7 +110,6 @@ class Estimate:
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
-        """Returns None if the machine's speed is unknown."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

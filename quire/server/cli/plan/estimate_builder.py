@@ -291,9 +291,7 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """Returns the bytes of the largest step. On a GPU, adds the CUDA graphs and the encoder cache. `width`: bytes per
-    number.
-    """
+    """`width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:

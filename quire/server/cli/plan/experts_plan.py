@@ -10,7 +10,6 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """Returns why the experts cannot be divided among the devices; None if they can."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -24,7 +23,6 @@ class ExpertsPlan:
     min_experts: int
     """Experts per layer on the device with the fewest."""
     max_experts: int
-    """Experts per layer on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """Bytes of the experts stored on disk; 0 if all are in memory."""
@@ -54,9 +52,7 @@ def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, d
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """Returns the number of experts on the device with the most, divided by the number with an even division. 1.0
-    without expert parallelism.
-    """
+    """Returns the number of experts on the device with the most, divided by the number with an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

@@ -37,7 +37,7 @@ class ImagesPlan:
     feature_bytes: int
     pixel_bytes: int
     tower_bytes: int
-    """Bytes of the vision tower; 0 if it is not loaded."""
+    """0 if the tower is not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images

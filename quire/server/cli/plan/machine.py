@@ -36,15 +36,15 @@ ENGINE_HOST_BYTES = 200 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices that compute a model together. `memory`, `bandwidth` and `flops` are per device."""
+    """`memory`, `bandwidth` and `flops` are per device."""
 
     name: str
     memory: int
     gpu: bool
     bandwidth: float | None = None
-    """Bytes per second; None: unknown."""
+    """Bytes per second."""
     flops: float | None = None
-    """16-bit operations per second; None: unknown."""
+    """16-bit operations per second."""
     measured: bool = False
     """If False, `bandwidth` and `flops` are the maker's figures."""
     bf16: bool = True
@@ -54,7 +54,7 @@ class Machine:
     stages: int = 1
     """Equal to `count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Replicas on this machine. Each has `count` devices."""
+    """Each replica has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None if the machine is another one, or if its GPUs are unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -65,7 +65,7 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if quantized weights are expanded at loading, because `backend` has no kernels for them on this GPU."""
+        """True if quantized weights are expanded at loading."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(
@@ -97,9 +97,7 @@ class Machine:
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Returns the bytes for the KV cache by the engine's rule. `step_bytes`, the maximum of a step, counts only on
-        a GPU.
-        """
+        """`step_bytes`, the maximum of a step, counts only on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -159,7 +157,7 @@ def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
     """Each rank or stage of a replica gets a GPU of its own. On CPUs, all processes share the machine evenly. Raises
-    ConfigError for unsupported combinations, uneven divisions, and more GPUs than there are.
+    ConfigError.
     """
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"

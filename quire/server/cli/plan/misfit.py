@@ -7,7 +7,6 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 
 
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
-    """Returns why the model does not fit; None if it fits."""
     return (
         _dtype_or_block_size_reason(estimate)
         or _parallelism_reason(estimate)

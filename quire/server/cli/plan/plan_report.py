@@ -331,7 +331,6 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Returns an empty list if Quire serves the model on the machine."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.gpu and estimate.sizes.gpu_error:
         reasons.append(estimate.sizes.gpu_error)

@@ -29,11 +29,10 @@ class StreamedLayersPlan:
     read_bytes: int = 0
     saved_bytes: int = 0
     problem: str | None = None
-    """Why layers cannot be streamed as requested; None if they can."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """The limit that reading layers sets; 0 if no layer is read. For a disk, it assumes 1 GB/s."""
+        """0 if no layer is read."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

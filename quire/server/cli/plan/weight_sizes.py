@@ -26,8 +26,8 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """Returns the bytes of all weights as they are read, and the bytes that one device stores. `in_8_bits`: the
-    embedding has 8 bits too. `expanded`: see Machine.expands_weights; `quantized` must then be None.
+    """`in_8_bits`: the embedding has 8 bits too. `expanded`: see Machine.expands_weights; `quantized` must then be
+    None.
     """
     width = DTYPE_BYTES[dtype]
     weights = (
@@ -64,15 +64,14 @@ def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
-    """Returns bits per number; None if the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Returns the bytes per device of a tied head's second copy, or 0. The first and the last stage of a pipeline both
-    store the head, and CPU kernels pack a copy of an unquantized head. `bits`: per number, None if unquantized.
+    """The first and the last stage of a pipeline both store the head, and CPU kernels pack a copy of an unquantized
+    head. `bits`: per number, None if unquantized.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):

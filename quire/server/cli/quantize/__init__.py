@@ -77,7 +77,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
-    """Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
@@ -88,7 +87,6 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
-    """Raises ConfigError unless `out` is an empty directory or can be created."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} exists and is not empty")
@@ -99,7 +97,6 @@ def _check_output_folder(out: Path) -> None:
 
 
 def _check_quantizable(path: Path) -> None:
-    """Raises ModelError if the model is quantized already or its family is not supported."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is already quantized; give the checkpoint from which it was made")
     config = read_model_config(path)

@@ -29,9 +29,8 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Returns samples of at most `max_tokens` and MAX_SAMPLE_TOKENS token ids, MAX_TOTAL_TOKENS altogether. Each line
-    of a .jsonl file is a sample, of which only the beginning is used. Any other text is split into samples. Raises
-    ConfigError.
+    """Each line of a.jsonl file is a sample, of which only the beginning is used. Any other text is split into samples.
+    Raises ConfigError.
     """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:

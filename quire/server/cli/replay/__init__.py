@@ -104,9 +104,7 @@ def escape_unprintable(text: str) -> str:
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Yields one verdict per receipt, in order. Raises errors of the engine's start, InvalidRequest for unreadable
-    adapters and images, and EngineError.
-    """
+    """Raises errors of the engine's start, InvalidRequest for unreadable adapters and images, and EngineError."""
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -181,7 +179,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Returns the first readable receipt. Raises ConfigError if there is none."""
+    """Raises ConfigError if there is none."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
@@ -192,9 +190,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Uses the receipt's model and settings unless flags set them. Raises ConfigError if the receipt's model cannot be
-    found.
-    """
+    """Raises ConfigError if the receipt's model cannot be found."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
@@ -211,7 +207,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """Returns tiles of the images, keyed by hexadecimal digest. Raises ConfigError and InvalidRequest."""
+    """The keys are hexadecimal digests. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

@@ -127,7 +127,7 @@ class ResultFile:
         self.close = self._file.close
 
     def write_all(self, remaining: bytes) -> None:
-        """Raises ConfigError if writing fails, as on a full disk. A later --resume removes the incomplete line."""
+        """Raises ConfigError. A later --resume removes the incomplete line."""
         try:
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
@@ -300,9 +300,6 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Returns the requested ids that are answered in the output, and those that are permanently refused there. Raises
-    ConfigError if the output is not writable, or has results without --resume.
-    """
     output: Path = args.output
     if str(output) == "-":
         return set(), set()

@@ -26,7 +26,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def translate_arguments(argv: Sequence[str]) -> list[str]:
-    """Translates arguments of `vllm run-batch` to those of `quire run`. Raises ConfigError for remote files."""
+    """Raises ConfigError for remote files."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)

@@ -110,7 +110,6 @@ def _conversation_not_found(conversation_id: str) -> RequestNotFound:
 
 
 async def _find_conversation(request: Request, conversation_id: str) -> ObjectWithoutItems:
-    """Raises RequestNotFound."""
     store = require_store(request, conversation_id)
     return await find_or_raise(
         request,

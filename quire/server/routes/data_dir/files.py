@@ -89,8 +89,6 @@ async def upload_file(request: Request) -> Response:
 
 
 class _UploadSpaceReserver:
-    """Reserves space before bytes are read."""
-
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
         self._files, self._owner = runner.files, owner
         durable = get_server_context(request).persistence
@@ -102,19 +100,15 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
-        """Raises HTTPException if the form is too large or there is no room for it."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
-        """Raises HTTPException if there is no room."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # the length was not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserves the largest of `sizes` that fits; the first one is the smallest. Raises HTTPException if not even
-        this fits.
-        """
+        """Reserves the largest of `sizes` that fits; the first one is the smallest."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -138,7 +132,7 @@ def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: Bina
         runner.files.add(owner, file)
         is_kept = True
     except StoreUnreachable:
-        is_kept = True  # the process that owns the data may have added the file
+        is_kept = True
         raise
     finally:
         if not is_kept:
@@ -244,7 +238,6 @@ async def _receive_form(
 def _sanitize_content_type_header(content_type: str) -> Headers:
     """Returns a header with only the boundary, because some of Python's charsets yield half surrogates, take quadratic
     time, or are not text, and RFC 7578 has no charset parameter. Without a charset, names are read as UTF-8 or Latin-1.
-    Raises InvalidRequest.
     """
     try:
         media_type, options = parse_options_header(content_type)
@@ -259,7 +252,6 @@ def _sanitize_content_type_header(content_type: str) -> Headers:
 
 
 def _file_name(content: UploadFile) -> str:
-    """Returns the name, shortened to _MAX_NAME_LENGTH. Raises InvalidRequest for control characters."""
     name = (content.filename or "file")[:_MAX_NAME_LENGTH]
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         raise InvalidRequest("file: its name has control characters", param="file")
@@ -282,7 +274,7 @@ def _parse_keep_seconds(anchor: object, seconds: object) -> int | None:
 
 
 def _check_origin(request: Request) -> None:
-    """Raises HTTPException for pages of other origins, because browsers let any page send a form."""
+    """Browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = get_server_context(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
@@ -291,7 +283,6 @@ def _check_origin(request: Request) -> None:
 
 
 async def _find_file(request: Request, file_id: str) -> StoredFile:
-    """Raises RequestNotFound."""
     return await find_or_raise(
         request, require_batch_runner(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
     )

@@ -92,7 +92,6 @@ async def _wait_for_download(process: Process) -> str | None:
 
 
 async def _read_small_body(request: Request) -> bytes:
-    """Raises InvalidRequest above _MAX_BODY_BYTES."""
     async with read_body(request) as body:
         if body.received_bytes > _MAX_BODY_BYTES:
             raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")

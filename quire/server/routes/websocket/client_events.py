@@ -22,7 +22,7 @@ last of several fields with the same name counts.
 
 
 class _Envelope(msgspec.Struct):
-    """An event's fields. Raw fields are decoded later, some of them only by the pipeline."""
+    """Raw fields are decoded later, some of them only by the pipeline."""
 
     type: msgspec.Raw = _NULL
     stream_id: msgspec.Raw = _NULL

@@ -143,8 +143,6 @@ class ResponsesSocket:
         with suppress(RuntimeError, WebSocketDisconnect):  # the client has left
             await self._websocket.close(close_code)
 
-    # Ending the connection
-
     async def _wait_for_end(self) -> None:
         going_away: asyncio.Event = self._websocket.scope.get(GOING_AWAY_SCOPE_KEY) or asyncio.Event()
         try:
@@ -158,13 +156,11 @@ class ResponsesSocket:
             self._last_event = encode_error_event(self._end_reason, None)
 
     async def _finish_lanes(self, reading: asyncio.Task[CloseCode]) -> None:
-        """Waits for open responses. Reading continues, to notice whether the client leaves."""
+        """Reading continues, to notice whether the client leaves."""
         while (tasks := self._lanes.tasks) and not reading.done():
             await asyncio.wait([reading, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if self._last_event and not reading.done():
             await self._send_text(self._last_event)
-
-    # Reading events
 
     async def _read_events(self) -> CloseCode:
         while self._num_malformed < MAX_MALFORMED_EVENTS:
@@ -178,7 +174,6 @@ class ResponsesSocket:
         return CloseCode.POLICY_VIOLATION
 
     async def _read_event(self, message: ClientMessage) -> CloseCode | None:
-        """Returns a close code if the connection cannot continue."""
         request = Request({"type": "http", "headers": [], "tenant": self._tenant}, message.receive)
         try:
             async with self._body_reader.hold_request_body(request, json=False) as body:
@@ -198,7 +193,6 @@ class ResponsesSocket:
         return None
 
     async def _handle_event(self, message: ClientMessage, content: bytes) -> None:
-        """Raises EventRefused."""
         if message.is_binary:
             info = ErrorInfo(400, "Messages must be text, not binary", INVALID_REQUEST_TYPE)
             raise EventRefused(info)
@@ -209,8 +203,6 @@ class ResponsesSocket:
             raise EventRefused(self._end_reason, event.stream_id)
         else:
             self._lanes.add_event(event)
-
-    # Answering events
 
     async def _answer(self, lane: Lane, event: CreateEvent) -> None:
         relay = EventRelay(self._send_text, lane.stream_id)
