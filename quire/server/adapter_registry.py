@@ -183,7 +183,7 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
     """Raises ConfigError if a local adapter of --lora-modules is missing or does not fit the model. Hub ids are not
-    checked. If `modules` is None, the fit is not checked.
+    checked.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):

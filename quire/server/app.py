@@ -26,9 +26,8 @@ def create_app(
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function itself
-    raises the errors of `build_app`, to which it passes `link`. If the client's engine core is a SharedClient, it
-    passes this engine core instead.
+    """The app's lifespan starts and stops the client, and raises the errors of `open_runtime`. This function raises the
+    errors of `build_app`.
     """
     config = source.config
     tenants = Tenants(config)

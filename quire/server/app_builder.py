@@ -31,8 +31,7 @@ def build_app(
     open_stored_data: OpenStoredData = open_configured_data_dir,
 ) -> FastAPI:
     """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `link` leads to the
-    process that owns the stored data; None: this process owns it. Raises ConfigError for an unusable gateway, allowed
-    host or OTLP endpoint.
+    process that owns the stored data; None: this process owns it. Raises ConfigError.
     """
     gateways = TrustedGateways(config)
 

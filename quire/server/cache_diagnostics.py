@@ -22,7 +22,6 @@ MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
 SETTINGS = "settings"
-"""Name of the part for whose change neither vendor's API has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 

@@ -77,7 +77,6 @@ class ErrorInfo:
     status: int
     message: str
     error_type: str
-    """OpenAI's error type."""
     param: str | None = None
     code: str | None = None
 

@@ -27,7 +27,7 @@ class ReceiptLog:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises ConfigError if the file cannot be written."""
+        """Raises ConfigError."""
         self._path = path
         self._max_bytes = max_bytes
         self._queued_lines: list[bytes] = []
@@ -95,9 +95,7 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Logs failed answers too. An answer that is repeated from the journal without the engine has been logged
-        already.
-        """
+        """An answer that is repeated from the journal without the engine has been logged already."""
         if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

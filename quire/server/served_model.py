@@ -87,7 +87,6 @@ class ServedModel(ServedModelSpec):
     """True if this process may be killed at any time, so that it can also do work that may never end."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
-        """If the engine cannot read images, the copy accepts none."""
         no_images_reason = info.no_images
         if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
@@ -140,8 +139,7 @@ class ServedModel(ServedModelSpec):
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
     """Identifies everything that determines the tokens for a seed: Quire's version and code, the model and its weights
-    (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently. The
-    suffix tells whether the batch matters too (see `quire verify`).
+    (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently.
     """
     model = info.content or info.model
     identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)

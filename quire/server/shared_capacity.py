@@ -62,7 +62,6 @@ class SharedCapacity:
     """An owner is the name of a tenant, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """Pass `usage` if other code reads it or reverts it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 

@@ -65,9 +65,8 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """`prompt_tokens` is the sum over the prompts. The caller must settle the ticket when the answers have ended.
-        Raises Overloaded, RateLimited, and InvalidRequest for a forbidden priority or for more answers than can ever
-        run and wait at once.
+        """The caller must settle the ticket when the answers have ended. Raises Overloaded, RateLimited, and
+        InvalidRequest for a forbidden priority or for more answers than can ever run and wait at once.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -121,8 +120,8 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """A route for the model that the body, path or query parameter `model` names. `handle` waits until the model is
-    loaded. If `needs_awake`, it also keeps the model awake until the last byte of a POST's answer is sent.
+    """A route for the model that the body, path or query parameter `model` names. If `needs_awake`, it keeps the model
+    awake until the last byte of a POST's answer is sent.
     """
 
     needs_awake: ClassVar[bool] = True
@@ -156,8 +155,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
         return handle_rate_limited
 
-    def check_admission_before_body_read(self, request: Request) -> None:
-        """Raise the errors that do not depend on the body."""
+    def check_admission_before_body_read(self, request: Request) -> None: ...
 
 
 class StoredDataRoute(RateLimitedRoute):

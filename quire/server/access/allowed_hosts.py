@@ -29,7 +29,7 @@ log = logging.getLogger("quire.server")
 
 class AllowedHosts:
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for invalid names."""
+        """Raises ConfigError."""
         self._allowed = [_parse_host_pattern(name) for name in config.allowed_hosts]
         self._has_api_keys = config.has_api_keys
         self._is_enforced = False

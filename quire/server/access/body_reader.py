@@ -28,7 +28,6 @@ NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
-    """"" without API keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -60,9 +59,7 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """A body for which there is no room waits unread, for at most `wait_seconds`. Meanwhile slow senders are cut off,
-    because they occupy the budget with little data.
-    """
+    """A body for which there is no room waits unread, for at most `wait_seconds`."""
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
         """The budget is at least `max_bytes`, so one body always fits."""
@@ -81,10 +78,9 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body, which counts in the budget until the end of the block. If `json` is False, any
-        content type is accepted. Raises HTTPException if the body is too large, arrives too slowly or has an unknown
-        encoding; InvalidRequest if the encoding is broken, or if a browser declares another type than JSON; Overloaded
-        if the budget stays full; and ClientDisconnect.
+        """Yields the whole decoded body, which counts in the budget until the end of the block. Raises HTTPException if
+        the body is too large, arrives too slowly or has an unknown encoding; InvalidRequest if the encoding is broken,
+        or if a browser declares another type than JSON; Overloaded if the budget stays full; and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -142,7 +138,7 @@ class BodyReader:
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Decodes twice. The first pass only measures the size, so that no decoder waits for room in the budget."""
+        """The first pass only measures the size, so that no decoder waits for room in the budget."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))

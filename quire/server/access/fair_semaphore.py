@@ -18,7 +18,7 @@ class FairSemaphore:
     """Gives the next slot to the waiting owner with the fewest slots; among equals, to the least recently served."""
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """If `reserves_for_others`, an owner must leave as many slots free as it uses, which suits long work."""
+        """If `reserves_for_others`, an owner must leave as many slots free as it uses."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots

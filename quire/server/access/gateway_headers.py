@@ -22,7 +22,7 @@ PRIORITY_SCOPE_KEY = "quire.priority"
 
 class TrustedGateways:
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for an invalid address, network, or NAME=PRIORITY."""
+        """Raises ConfigError."""
         try:
             self._networks = [ip_network(entry, strict=False) for entry in config.trusted_gateways]
         except ValueError as error:

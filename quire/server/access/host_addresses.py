@@ -15,7 +15,6 @@ _HOST_HEADER = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#
 
 
 def normalize_host(host: str) -> str | None:
-    """Removes the port and a trailing dot."""
     host = host.strip().lower()
     match = _HOST_HEADER.fullmatch(host)
     if match is None:
@@ -58,7 +57,6 @@ def _is_local_or_private_address(address: IPv4Address | IPv6Address) -> bool:
 
 
 def is_loopback_listener(listener: socket.socket) -> bool:
-    """False for sockets without an IP address."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     address = ip_address(str(listener.getsockname()[0]).partition("%")[0])

@@ -98,5 +98,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """The lease is released when the request has been answered. Raises Overloaded."""
+    """Raises Overloaded."""
     lease_of(scope).grow_lease(size)

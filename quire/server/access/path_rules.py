@@ -7,7 +7,6 @@ METRICS_PATH = "/metrics"
 WEB_PREFIX = "/web/"
 """These files need no key, because they contain no secrets; the page itself asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""If there are API keys, these routes need an admin's key."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -26,7 +25,6 @@ ADMIN_PATHS = frozenset(
     }
 )
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Without API keys, only programs on this machine may use these paths; web pages may not."""
 
 
 def is_public_path(path: str) -> bool:

@@ -46,8 +46,6 @@ class TokenReservation:
 
 
 class RateLimits:
-    """None means unlimited."""
-
     def __init__(
         self,
         requests_per_minute: int | None,

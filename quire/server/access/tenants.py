@@ -103,7 +103,6 @@ class Tenants:
         return _find_by_key(self._metrics_tenants, key)
 
     def find_by_digest(self, digest: str) -> Tenant | None:
-        """`digest` is hexadecimal."""
         tenants = self._keyed_tenants or [self.anonymous]
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 

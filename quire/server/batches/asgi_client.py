@@ -40,7 +40,7 @@ class ASGIClient:
         self._cancelled = cancelled
 
     async def post_with_retries(self, path: str, body: bytes) -> ASGIResponse | None:
-        """Returns None if `cancelled` is set before an answer with status 200. `path` may have a query."""
+        """Returns None if `cancelled` is set before an answer with status 200."""
         wait = 0.25
         while not self._cancelled.is_set():
             response = await self._post_once(path, body)

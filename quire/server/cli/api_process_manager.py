@@ -1,6 +1,6 @@
 """`quire serve --api-server-count N`: supervises the engines and the API processes. Each API process listens on its own
 socket (SO_REUSEPORT), so that after its end connections go to the other processes. This process's socket reserves the
-port and never listens. A Unix socket is shared by all processes.
+port and never listens.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""The server ends after this many processes in a row, each of which replaced the last one, have ended before they
-served.
-"""
+"""The server ends after this many processes in a row have ended before they served."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0
@@ -58,9 +56,8 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     family: int
     address: tuple[Any, ...]
     started: float
-    """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """File descriptor of the shared Unix socket. If None, the process binds `address`."""
+    """If None, the process binds `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -178,7 +175,6 @@ class ApiProcessManager:
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Returns the last exit code. Raises ConfigError or EngineError."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1

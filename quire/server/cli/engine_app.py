@@ -32,7 +32,6 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""Settings of a server that only this process can reach."""
 
 
 @asynccontextmanager
@@ -40,7 +39,7 @@ async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
     """Starts and stops the app itself, because uvicorn would log an error of the engine's start instead of raising it.
-    Raises ConfigError for unusable certificates and keys without waiting for the engine.
+    Raises ConfigError.
     """
     try:
         tls_context(config)

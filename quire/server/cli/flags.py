@@ -22,7 +22,7 @@ def build_parser(
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
     """`flags` maps names, separated by spaces, to a default, a type, False for a switch, or arguments of add_argument.
-    An ExclusiveFlags value may have any key; the key of a FlagGroup is its title.
+    The key of a FlagGroup is its title.
     """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):

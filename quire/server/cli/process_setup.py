@@ -51,9 +51,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Both signals end the process at once with status 0, until `watch_signals` handles them. SIGHUP stays ignored if
-    it was ignored.
-    """
+    """Both signals end the process at once with status 0, until `watch_signals` handles them."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -66,7 +64,7 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
     """After the block, SIGHUP is ignored and the other two end the process at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     # The loop's own handlers would be removed when it closes; another SIGHUP would then kill the process.
     for number in numbers:

@@ -47,13 +47,11 @@ log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 _GC_THRESHOLDS = 5000, 10, 20
-"""Thresholds of Python's garbage collection, which frees little of what requests use. In two rounds of 16 beam searches
-of 64 beams, it scanned all objects 34 times with Python's defaults, 20 to 30 ms each, and twice with these thresholds.
+"""In two rounds of 16 beam searches of 64 beams, garbage collection scanned all objects 34 times with Python's
+defaults, 20 to 30 ms each, and twice with these thresholds.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""Seconds after which Python switches threads. With the default of 5 ms, a stream's first token waited 5 ms for the
-thread that writes to --data-dir.
-"""
+"""With the default of 5 ms, a stream's first token waited 5 ms for the thread that writes to --data-dir."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -126,7 +124,6 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False once the engine has ended and cannot be restarted."""
         return self._client.alive
 
     @property

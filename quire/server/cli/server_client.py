@@ -41,7 +41,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """Trusts the system's authorities, and also the certificates in `cacert`. Raises ConfigError."""
+    """Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
@@ -83,7 +83,7 @@ def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
 
 
 def fetch_model_names(http: httpx.Client) -> list[str]:
-    """Returns at least one name. The client's base URL must end in /v1. Raises EngineError."""
+    """The client's base URL must end in /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:
@@ -99,7 +99,7 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """Raises EngineError if `name` is not served."""
+    """Raises EngineError."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -108,7 +108,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """Raises EngineError if the server lists models without `name`, or if there is neither a list nor a name."""
+    """Raises EngineError."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

@@ -79,9 +79,7 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Adds each field's flag to the group of the first class in `titles` that has the field. Omits fields that none of
-    these classes has, and flags that the parser already has.
-    """
+    """Adds each field's flag to the group of the first class in `titles` that has the field."""
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
     for name, field in model.model_fields.items():

@@ -21,7 +21,6 @@ _PLUGIN_FLAGS = {
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""The JSON object may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
@@ -112,7 +111,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Otherwise an earlier flag that takes a list would also take the positional arguments after a dropped flag."""
+    """An earlier flag that takes a list would also take the positional arguments after a dropped flag."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))

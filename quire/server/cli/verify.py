@@ -117,9 +117,7 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
 
 
 class Verification:
-    """Repeats requests under conditions that must not change any token: in a batch, with prefix hits, after a kill, in
-    chunks, and with preemptions.
-    """
+    """Repeats requests under conditions that must not change any token."""
 
     def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config
@@ -189,7 +187,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Their common prefixes end near block boundaries."""
+    """The requests' common prefixes end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []
@@ -207,7 +205,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """If `kill`, kills the engine process once during generation. Raises EngineError."""
+    """Raises EngineError."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

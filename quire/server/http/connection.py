@@ -32,7 +32,6 @@ _BODY_BYTES_PER_FRAMING_BYTE = 4
 MAX_PIPELINED_REQUESTS = 100
 """Reading pauses while requests wait, but one read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
-"""Bytes of a body that must arrive within each read timeout."""
 WEBSOCKET_PATH = b"/v1/responses"
 """Path of WebSockets, below --root-path. On other paths, a WebSocket's handshake is treated as an ordinary GET."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
@@ -47,7 +46,6 @@ class ConnectionTimeouts:
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """Its `slow_readers` counts clients that were disconnected after the write timeout."""
 
     def start_write_timer(self, loop: asyncio.AbstractEventLoop, transport: BatchingTransport) -> asyncio.TimerHandle:
         return loop.call_later(self.write_timeout, self._disconnect_slow_reader, transport)
@@ -82,9 +80,8 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
 
 
 class UnchunkedSender:
-    """Sends answers to HTTP/1.0 clients (nginx by default, `ab`), which do not know chunks: an answer of unknown length
-    ends with the connection. uvicorn would write chunks or require a length, so the expected length grows with each
-    part.
+    """Sends answers to HTTP/1.0 clients, which do not know chunks: an answer of unknown length ends with the
+    connection. uvicorn would write chunks or require a length, so the expected length grows with each part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -106,8 +103,7 @@ class UnchunkedSender:
 
 class HttpConnection(HttpToolsProtocol):
     """Unlike uvicorn's connection, has deadlines for slow requests and clients that do not read, and limits on headers
-    and trailers. Timers, which are cheaper than tasks, enforce the deadlines. A byte counts as framing until it proves
-    to be the body's.
+    and trailers. A byte counts as framing until it proves to be the body's.
     """
 
     transport: BatchingTransport
@@ -132,7 +128,6 @@ class HttpConnection(HttpToolsProtocol):
         """Excludes bytes that arrived together with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Bytes received since the last body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
         self._read_timer: asyncio.TimerHandle | None = None
@@ -248,7 +243,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_write_timer()
         self._unset_keepalive_if_required()
         self.connections.discard(self)
-        make_connection = cast(Callable[..., Any], self.ws_protocol_class)  # a WebSocketConnection
+        make_connection = cast(Callable[..., Any], self.ws_protocol_class)
         connection = make_connection(config=self.config, server_state=self.server_state, app_state=self.app_state)
         connection.take_over(self.transport.hand_over(connection), self._encode_head(self.headers))
         self.parser = None  # type: ignore[assignment]
@@ -302,9 +297,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Sends `_refusal`, whatever its status, and closes the connection. Waits for answers to earlier requests.
-        Sends nothing if a response to this request has begun.
-        """
+        """Sends `_refusal`, whatever its status, and closes the connection. Waits for answers to earlier requests."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -327,7 +320,6 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
-        """Tells the application that the client has left, even if later requests have arrived."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()

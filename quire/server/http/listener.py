@@ -29,7 +29,7 @@ UNPROTECTED_WARNING = (
 
 @contextmanager
 def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
-    """Removes a Unix socket's file at the end of the block. Raises ConfigError."""
+    """Raises ConfigError."""
     with nullcontext() if config.uds is None else _locked(config.uds), bind_or_explain(config) as listener:
         bound_file = None if config.uds is None else _file_identity(config.uds)
         try:
@@ -40,7 +40,7 @@ def open_listener(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """Raises ConfigError. If the model is invalid too, the error reports both."""
+    """Raises ConfigError."""
     try:
         if config.uds is None:
             return bind_tcp_socket(config.host, config.port)
@@ -69,9 +69,7 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Replaces an ended server's file and keeps its permissions. Like uvicorn, lets every local user connect to a new
-    file. Raises ConfigError.
-    """
+    """Like uvicorn, lets every local user connect to a new file. Raises ConfigError."""
     try:
         mode = _remove_stale_socket(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

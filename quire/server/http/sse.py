@@ -78,7 +78,7 @@ class EventStream(EventSourceResponse):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises the task's error
+                task.result()
         finally:
             self._close()
             for task in tasks:

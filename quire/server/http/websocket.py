@@ -16,15 +16,14 @@ from quire.server.http.connection import ConnectionTimeouts
 from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 
 MORE_PIECES_KEY = "quire.more_pieces"
-"""Key in a websocket.receive message: True if more pieces of the client's message follow."""
+"""True if more pieces of the client's message follow."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
-"""Scope key of an asyncio.Event. It is set when the server stops; the application must then close the connection."""
+"""The asyncio.Event under this key is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024
 """These bytes contain at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many pieces wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
-"""Limit for pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
 """Linux ends a connection whose peer does not acknowledge data, such as a ping, for this long."""
@@ -32,9 +31,8 @@ _CLOSE_SECONDS = 2.0
 
 
 class WebSocketConnection(WSProtocol):
-    """Passes messages in pieces to the application, which can refuse them. uvicorn's connection buffers whole messages,
-    answers any number of pings, waits forever for clients that do not read, and cuts off open answers when the server
-    stops.
+    """uvicorn's connection buffers whole messages, answers any number of pings, waits forever for clients that do not
+    read, and cuts off open answers when the server stops.
     """
 
     transport: BatchingTransport

@@ -120,8 +120,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls` maps each URL to the request's field that contains it, which errors name. `charge_bytes` is called
-        with each piece's size. Raises InvalidRequest and the errors of `charge_bytes`.
+        """`urls` maps each URL to the request's field that contains it, which errors name. Raises InvalidRequest and
+        the errors of `charge_bytes`.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (

@@ -189,9 +189,6 @@ class ModelManager:
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """Closes models whose engine has ended for good. Then wakes or loads the model that has waited longest. If no
-        model waits, puts idle models to sleep.
-        """
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
@@ -216,7 +213,7 @@ class ModelManager:
             try:
                 size = await asyncio.to_thread(lambda: member.awake_memory_bytes)
                 self._check_fits_memory_limit(size)
-            except QuireError as error:  # for example, files are missing or invalid
+            except QuireError as error:
                 return self._record_failure(member, error)
             needed = size + sum(other.awake_memory_bytes for other in awake) - self._config.memory_limit_bytes
             for other in sorted(awake, key=lambda other: (other.num_open > 0, other.last_used_at)):

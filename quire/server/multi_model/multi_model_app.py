@@ -78,8 +78,6 @@ def create_multi_model_app(
 
 
 class MultiModelDispatcher:
-    """Finds a request's model by `model` in the body, the path or the query."""
-
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
         self.manager = manager
         self.models_config = models_config

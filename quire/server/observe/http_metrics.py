@@ -90,7 +90,7 @@ class HttpMetrics(Collector):
         return True
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None:
-        """A request that failed without a status counts as 500. Bytes are those of Content-Length headers, or 0."""
+        """Bytes are those of Content-Length headers, or 0."""
         self._open_requests.dec()
         handler, seconds = self._route_template(scope), (record.ended_at or record.arrived_at) - record.arrived_at
         method = record.method if record.method in _METHODS else _UNKNOWN_METHOD

@@ -76,9 +76,7 @@ class LiveView:
         return pending.result() if pending.done() and not pending.cancelled() else None
 
     async def get_block_table(self, request_id: str) -> BlockTableView:
-        """Raises RequestNotFound if no engine has the request, and Overloaded if the engine is in a long step, asleep,
-        or being replaced.
-        """
+        """Raises RequestNotFound, and Overloaded if the engine is in a long step, asleep, or being replaced."""
         if self._client.responsive:
             asking = asyncio.ensure_future(self._client.engine_core.get_block_table(request_id))
             await asyncio.wait([asking], timeout=PERIOD_SECONDS)
@@ -124,7 +122,6 @@ class LiveViewStream:
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
-        """Yields server-sent events: one `hello`, then `state` repeatedly."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

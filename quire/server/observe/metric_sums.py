@@ -33,7 +33,7 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 class LabelingCollector(Collector):
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
-        """If `label` is "", no label is added. The keys of `collectors` are values of the label."""
+        """If `label` is "", no label is added."""
         self._label, self._collectors = label, collectors
 
     def collect(self) -> Iterable[Metric]:

@@ -20,7 +20,6 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """Reads at most MAX_ANSWERS and MAX_SEQUENCES, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:

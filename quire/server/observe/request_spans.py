@@ -80,7 +80,7 @@ class RequestSpanExporter:
 
 
 def create_otlp_exporter(endpoint: str) -> SpanExporter:
-    """Raises ConfigError if `endpoint` is not an HTTP URL or the extra otel is missing."""
+    """Raises ConfigError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(

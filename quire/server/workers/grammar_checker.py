@@ -66,7 +66,7 @@ class GrammarChecker:
     ) -> None:
         """Raises InvalidRequest, with the grammar's parameter, for the first grammar that does not compile, and the
         errors of WorkerPool.run_job. `parts`: components of the last grammar, by the caller's names. If a part alone is
-        wrong, the error names it, because the caller wrote only the part.
+        wrong, the error names it.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)

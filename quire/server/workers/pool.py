@@ -241,7 +241,7 @@ class WorkerPool:
             worker = self._idle_workers.pop()
             if not worker.reader.at_eof():
                 return worker
-            worker.writer.close()  # another process has killed it
+            worker.writer.close()
         return None
 
     async def _fork_or_claim_worker(self) -> _WorkerProcess:

@@ -1,10 +1,8 @@
 """`python -m quire.server.workers.worker FD`: loads what turns text into tokens, and forks body workers. Workers share
 that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller, is
-killed. All end with the server.
-Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's socket.
-The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is a
-library's object, functions are bound to body classes, and results are pydantic models or hold functions that write
-answers. Both ends run the same code, because they belong to one start of the server.
+killed. All end with the server. Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives
+one end of the worker's socket. The ServedModelSpec, a job's function and its result are pickled, because no struct can
+declare them. Both ends run the same code, because they belong to one start of the server.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 NICENESS = 5
 """Workers yield to the server and its engine, because running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""If a worker's private memory has grown by more than this since the worker started, the worker exits after it has sent
-the job's result.
-"""
+"""A worker whose private memory has grown by more than this exits after it has sent the job's result."""
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):

@@ -16,8 +16,7 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limit of a prompt together with its answer, so that figures are comparable. _MAX_PROMPT_TOKENS is vLLM's too.
-"""
+"""vLLM's limit of a prompt together with its answer, so that figures are comparable."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 

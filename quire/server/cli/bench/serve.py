@@ -196,7 +196,7 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """CPU time of this process. A server on the same cores cannot use it."""
+    """CPU time of this process."""
 
 
 async def measure_server(

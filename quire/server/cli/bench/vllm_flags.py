@@ -19,9 +19,7 @@ _IGNORED_FLAGS = {
     **dict.fromkeys(("--no-stream", "--skip-chat-template", "--profile", "--random-batch-size", "--random-rerank"), 0),
     "--percentile-metrics": 1,
 }
-"""Flags of vLLM without effect here, because prompts are sent unchanged or as token ids, and all latencies are
-reported. Values are the number of a flag's arguments.
-"""
+"""Values are the number of a flag's arguments."""
 _BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
 
 

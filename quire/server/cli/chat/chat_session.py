@@ -23,7 +23,6 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Empty if the stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps the part of an interrupted answer that was received. If nothing was received, a refusal drops `text`

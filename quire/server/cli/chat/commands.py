@@ -61,7 +61,7 @@ def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
-        case "/exit" | "/quit" | "/bye":  # /bye is Ollama's
+        case "/exit" | "/quit" | "/bye":
             return CommandOutcome(should_exit=True)
         case "/help":
             return CommandOutcome(f"{COMMAND_HELP}\n{KEY_HELP}")

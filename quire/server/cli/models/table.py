@@ -40,13 +40,9 @@ class ModelRow:
     parameters: int
     memory: int
     context: int
-    """Context length in tokens that fits; 0 if less than CONTEXT_TOKENS and the model's maximum fits, or if the model
-    is not served.
-    """
+    """Context length in tokens that fits; 0 if it is too short or the model is not served."""
     speed: float | None
-    """Maximum tokens per second of one stream. None if the model is not for chat or code, or the machine's speed is
-    unknown.
-    """
+    """Maximum tokens per second of one stream."""
 
 
 def main(argv: Sequence[str], started: float) -> int:

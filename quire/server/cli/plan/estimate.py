@@ -52,7 +52,6 @@ class Estimate:
     device_weight_bytes: int = 0
     step_bytes: int = 0
     num_blocks: int = 0
-    """Blocks that a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
     kv_cache_dtype: str = "auto"
@@ -69,7 +68,6 @@ class Estimate:
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
 
     @property

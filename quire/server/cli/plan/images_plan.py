@@ -37,7 +37,6 @@ class ImagesPlan:
     feature_bytes: int
     pixel_bytes: int
     tower_bytes: int
-    """0 if the tower is not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images

@@ -29,7 +29,7 @@ FLASH_BLOCK_SIZES = {
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit; flash-attn also needs 16-bit numbers and bfloat16 support."""
+"""flash-attn also needs 16-bit numbers and bfloat16 support."""
 ENGINE_HOST_BYTES = 200 * 2**20
 """Host memory that an engine uses besides weights and KV cache, measured on Linux."""
 
@@ -49,12 +49,10 @@ class Machine:
     """If False, `bandwidth` and `flops` are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
-    """True if the CPU kernels compress bfloat16 linears to 12 bits on this machine."""
     count: int = 1
     stages: int = 1
     """Equal to `count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Each replica has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None if the machine is another one, or if its GPUs are unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -80,8 +78,7 @@ class Machine:
     ) -> int:
         """Returns the tokens per block of an attention backend. "auto" means flash-attn if the GPU and model permit it,
         as if everything were installed. `is_8_bit` excludes flash-attn, whose larger blocks cannot store 8-bit KV.
-        `divides_tokens`: ranks divide each context, and a block counts the tokens of all ranks. `block_size` is used if
-        "auto" means flash-attn and some backend has this size.
+        `divides_tokens`: ranks divide each context, and a block counts the tokens of all ranks.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -121,9 +118,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """`name` is the table's or the driver's name, such as NVIDIA H100 80GB HBM3. Raises ConfigError, which names
-    similar GPUs.
-    """
+    """`name` is the table's or the driver's name, such as NVIDIA H100 80GB HBM3. Raises ConfigError."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -141,7 +136,6 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """Returns the first of this machine's GPUs that is in the table, or else this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:

@@ -23,7 +23,7 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
-    """Raises ModelError for an unreadable draft model."""
+    """Raises ModelError."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
@@ -43,7 +43,7 @@ def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """Returns None if the number cannot be estimated, or num_kv_blocks sets it. The model's files must exist."""
+    """The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None

@@ -32,7 +32,6 @@ class StreamedLayersPlan:
 
     @property
     def max_steps_per_second(self) -> float:
-        """0 if no layer is read."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

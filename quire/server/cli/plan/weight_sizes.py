@@ -26,9 +26,7 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """`in_8_bits`: the embedding has 8 bits too. `expanded`: see Machine.expands_weights; `quantized` must then be
-    None.
-    """
+    """`in_8_bits`: the embedding has 8 bits too. If `expanded`, `quantized` must be None."""
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
@@ -71,7 +69,7 @@ def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) ->
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
     """The first and the last stage of a pipeline both store the head, and CPU kernels pack a copy of an unquantized
-    head. `bits`: per number, None if unquantized.
+    head.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -90,9 +88,7 @@ def kv_element_sizes(dtype: str, kv_cache_dtype: str) -> KVElementSizes:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """Returns the dtypes of the model and of the KV cache that worker/device_plan.py would choose. "auto" for the KV
-    cache means the model's dtype.
-    """
+    """Returns the dtypes of the model and of the KV cache that worker/device_plan.py would choose."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

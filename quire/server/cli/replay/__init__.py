@@ -166,7 +166,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
     try:
         with file.open("rb") as lines:
             first = lines.readline()
-            if first.strip() in (b"{", b"["):  # indented JSON
+            if first.strip() in (b"{", b"["):
                 yield first + lines.read()
                 return
             for line in (first, *lines):
@@ -179,7 +179,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Raises ConfigError if there is none."""
+    """Raises ConfigError."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
@@ -190,7 +190,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Raises ConfigError if the receipt's model cannot be found."""
+    """Raises ConfigError."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:

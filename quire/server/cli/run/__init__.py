@@ -63,7 +63,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """True if the request was refused for a reason other than lack of capacity or time, so a retry would fail too."""
+    """True if a retry would fail too."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -155,7 +155,7 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Raises EngineError if the engine has ended."""
+        """Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):

@@ -15,9 +15,7 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""Flags of vLLM without effect here. Results need no temporary folder, because they are appended as they finish. Values
-are the number of a flag's arguments.
-"""
+"""Values are the number of a flag's arguments."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
