@@ -107,9 +107,7 @@ class RecentPrompts:
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
         self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
-        """Keyed by owner, then by the cache salt's digest (salts may be long) and the answer id. The latest
-        comes last.
-        """
+        """Keyed by owner, then by the cache salt's digest and the answer id. The latest comes last."""
         self._sizes = BytesByOwner()
 
     @property

@@ -1,6 +1,4 @@
-"""Prevents DNS rebinding: a web page can point its own name to 127.0.0.1, and browsers then let it read and delete this
-server's data. Only the Host header reveals this.
-"""
+"""Prevents DNS rebinding, which only the Host header reveals."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from quire.server.error_responses import ErrorInfo, error_response
 
 
 class AuthenticationMiddleware:
-    """Sets the scope's tenant. With API keys, answers 401 without a valid key (`Authorization: Bearer KEY` or
-    `x-api-key: KEY`), and 403 for ADMIN_PREFIX and ADMIN_PATHS if the key is not an admin's. Without API keys, answers
-    403 for LOCAL_ONLY_PATHS unless a program on this machine sends the request.
+    """Sets the scope's tenant. With API keys, answers 401 without a valid key, and 403 for ADMIN_PREFIX and ADMIN_PATHS
+    if the key is not an admin's. Without API keys, answers 403 for LOCAL_ONLY_PATHS unless a program on this machine
+    sends the request.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:

@@ -1,6 +1,4 @@
-"""Decodes bodies in small steps, so that a compressed body never costs more than the largest uncompressed one, however
-strongly it is compressed.
-"""
+"""Decodes bodies in small steps, so that a compressed body never costs more than the largest uncompressed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recent answers without their texts, because neither the request log nor the history stores texts."""
+"""Recent answers without their texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Statistics of the last minutes in one-second bins, so that a new chart shows earlier times too. Buckets are
-logarithmic, 10 % wide (as in HdrHistogram and DDSketch), so that a bin's cost does not grow with its tokens. Token gaps
-are counted in bulk, because one by one they would take a sixth of the server's time per token.
+"""Statistics of the last minutes in one-second bins. Buckets are logarithmic, 10 % wide (as in HdrHistogram and
+DDSketch), so that a bin's cost does not grow with its tokens. Token gaps are counted in bulk, because one by one they
+would take a sixth of the server's time per token.
 """
 
 from __future__ import annotations

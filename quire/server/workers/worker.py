@@ -1,8 +1,8 @@
 """`python -m quire.server.workers.worker FD`: loads what turns text into tokens, and forks body workers. Workers share
 that memory and start within milliseconds, so a worker that takes too much time or memory, or has lost its caller, is
-killed. All end with the server. Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives
-one end of the worker's socket. The ServedModelSpec, a job's function and its result are pickled, because no struct can
-declare them. Both ends run the same code, because they belong to one start of the server.
+killed. Standard input has a ServedModelSpec. For each worker to fork, the socket FD receives one end of the worker's
+socket. The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them. Both ends
+run the same code, because they belong to one start of the server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""An HTTP/1.1 client for server-sent events. It is cheap, because it usually shares the server's processor: the
-transport's callback reads chunks, and the request's task wakes once, at the end.
-"""
+"""An HTTP/1.1 client for server-sent events. It is cheap, because it usually shares the server's processor."""
 
 from __future__ import annotations
 
