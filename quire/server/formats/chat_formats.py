@@ -33,7 +33,7 @@ class ChatFormats:
     tools_source: str = ""
     thinking_switch: ThinkingSwitch = NO_SWITCH
     reads_code_blocks: bool = False
-    """True if calls in code blocks count, unless a grammar constrains the answer."""
+    """Calls in code blocks do not count if a grammar constrains the answer."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
@@ -75,7 +75,6 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
-    """Returns the format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None

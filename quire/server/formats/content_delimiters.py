@@ -51,7 +51,7 @@ class ContentExtractor:
             )
             text = source.take_text(len(source.text) if next_marker is None and source.is_closed else count)
             if text.strip() and pending_end:
-                self._content.append(pending_end)  # the content goes on after this end
+                self._content.append(pending_end)
                 pending_end = ""
             self._content.append(text)
             if next_marker is not None:

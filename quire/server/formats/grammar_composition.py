@@ -11,9 +11,7 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 def add_thinking_grammar(
     grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> Grammar:
-    """If `starts_in_thinking` is None, the model decides, so thinking is optional. If it is False, returns `grammar`
-    unchanged.
-    """
+    """If `starts_in_thinking` is None, the model decides, so thinking is optional."""
     if starts_in_thinking is False:
         return grammar
     begin, lead = (
@@ -51,7 +49,6 @@ def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | Non
 
 
 def lark_literal_with_special_tokens(text: str, tokenizer: Tokenizer) -> str:
-    """Writes special tokens as `<[id]>` and other text as quoted strings."""
     parts = tokenizer.split_at_special_tokens(text)
     return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from quire.engine.common.errors import InvalidRequest
 
 MAX_REGEX_LENGTH = 1 << 16
-"""Limit in characters, because repeated expansion of rules can produce many."""
 MAX_RULE_DEPTH = 100
 COMMON_TERMINALS = {
     "CR": r"\r",

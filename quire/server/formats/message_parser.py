@@ -29,14 +29,12 @@ class RequestMessageFormat:
     starts_in_thinking: bool | None = None
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
-    """None if calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Tools that were declared as custom. Their only argument is the input."""
+    """Their only argument is the input."""
     allows_parallel_calls: bool = True
-    """If False, only the first call is kept."""
     calls_only: bool = False
-    """True if a call is required, so that other text is not content."""
+    """True if a call is required: other text is not content."""
     content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
 
@@ -91,9 +89,7 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets`: token starts in the answer. If `final`, held-back text is emitted too. `complete`: the model
-        itself ended the answer.
-        """
+        """`offsets`: token starts in the answer. `complete`: the model itself ended the answer."""
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()
         if self._reasoning_parser is not None:
@@ -107,6 +103,5 @@ class AssistantMessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Returns "tool_calls" if the answer stopped by itself and all its calls are complete, else `reason`."""
         whole = self._tool_parser is not None and self._tool_parser.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

@@ -18,16 +18,11 @@ class ReasoningFormat:
     end: str
     begin_space: str = ""
     generation_prompt: str = ""
-    """The end of the prompt, such as <|start|>assistant, if each part of an answer begins with the same text. Otherwise
-    empty.
-    """
+    """The end of the prompt, such as <|start|>assistant, if each part of an answer begins with the same text."""
     later_begin: str = ""
-    """Marker that starts later spans, if it differs from `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """True if the prompt ends with the mark that opens thinking, False if with the mark that closes thinking, None
-        if the model decides.
-        """
+        """None means the model decides."""
         text = prompt.rstrip()
         if text.endswith(self.begin):
             return True
@@ -44,11 +39,10 @@ REASONING_FORMATS = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""Their names are values of --reasoning-parser. "auto" selects the first whose end mark is in the chat template."""
+""" "auto" selects the first whose end mark is in the chat template."""
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """ "auto" searches `template` for end marks. "none" returns None."""
     for row in REASONING_FORMATS:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
@@ -58,8 +52,8 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Returns None if `tokens` is negative (unlimited) or the prompt forbids thinking. Raises InvalidRequest if the
-    marks of thinking are not tokens.
+    """Returns None if `tokens` is negative (unlimited). Raises InvalidRequest if the marks of thinking are
+    not tokens.
     """
     if tokens < 0 or starts_in_thinking is False:
         return None
@@ -77,21 +71,18 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """Returns the special token with which the marker begins, otherwise the token that equals the marker, otherwise
-    None.
-    """
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark directly after one of these characters is only quoted, and begins no thinking."""
+"""A mark directly after one of these begins no thinking."""
 
 
 class ReasoningParser:
-    """Separates reasoning from content. Later spans are searched only before the first of `stops`, which begin tool
-    calls, because arguments contain no thinking. Models sometimes forget to end their thinking before calls, so calls
-    within thinking count if the answer ends with them. Such calls are held back until something follows.
+    """Later spans are searched only before the first of `stops`, which begin tool calls, because arguments contain no
+    thinking. Models sometimes forget to end their thinking before calls, so calls within thinking count if the answer
+    ends with them.
     """
 
     def __init__(
@@ -106,7 +97,6 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
-        """Whitespace that belongs to the thinking only if more thinking follows."""
         self._has_thought = False
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
@@ -128,7 +118,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """Returns new reasoning and new content. `offsets`: where the text's tokens start in the answer."""
+        """`offsets`: where the text's tokens start in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -161,7 +151,6 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Streams content, and consumes the mark that begins the next span. Returns False if there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
@@ -213,9 +202,7 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """Returns how many characters from the marker on belong to the thinking: 0 if the answer ends with calls,
-        because these end the thinking.
-        """
+        """Returns 0 if the answer ends with calls, because these end the thinking."""
         source, end = self._source, self._format.end
         assert self._start_trial is not None
         trial = self._start_trial()
@@ -242,7 +229,6 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Drops whitespace at both ends of a span."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

@@ -1,4 +1,4 @@
-"""Resolves a JSON schema's types and subschemas. Call readers and grammars use it, because they must agree on types."""
+"""Call readers and grammars share this module, because they must agree on types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ ANY_TYPE = "any"
 MAX_NODES = 500
 """Maximum number of schema nodes per value. Beyond it, any type is allowed."""
 MAX_DEPTH = 40
-"""Maximum depth of combining keywords and references. Beyond it, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -20,7 +19,6 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
-"""Keywords whose values map names to schemas."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
 TYPE_BY_KEYWORD = {
     "properties": "object",
@@ -35,12 +33,11 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""A keyword implies its type if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeVariant:
-    """A possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
+    """`schema` has $ref, allOf, anyOf and oneOf merged."""
 
     type: str
     schema: Mapping[str, Any]
@@ -57,7 +54,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A JSON schema. Its references point into `document`."""
+    """References in `schema` point into `document`."""
 
     schema: Any
     document: Any
@@ -120,7 +117,6 @@ class _VariantResolver:
         self._nodes_left = MAX_NODES
 
     def resolve_variants(self, schema: Any, followed: frozenset[str], depth: int = 0) -> list[TypeVariant]:
-        """Does not follow references in `followed` again."""
         self._nodes_left -= 1
         if not isinstance(schema, Mapping) or self._nodes_left < 0 or depth > MAX_DEPTH:
             return [TypeVariant(ANY_TYPE, {})]
@@ -184,7 +180,6 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
-    """Returns "" if the types have nothing in common."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:
@@ -253,7 +248,6 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """Returns None if the reference leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])

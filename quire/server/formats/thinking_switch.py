@@ -29,9 +29,8 @@ EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Efforts that the APIs accept, in ascending order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
-"""These values of EFFORT_VARIABLES turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
-"""Names that clients use, whatever the template's variable is called."""
+"""Names that clients use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ThinkingSwitch:
     off_variables: Mapping[str, Any] = field(default_factory=dict)
     """Empty if the model does not think by default, or if thinking cannot be turned off."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each effort variable, maps the APIs' words to the template's."""
+    """Maps each effort variable and API word to the template's word."""
     is_switchable: bool = False
 
     @classmethod
@@ -65,7 +64,7 @@ class ThinkingSwitch:
             default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORT_VARIABLES:  # this variable replaces the request's effort
+            if name in EFFORT_VARIABLES:
                 return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
             return cls(
                 {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True
@@ -73,7 +72,7 @@ class ThinkingSwitch:
         return NO_SWITCH
 
     def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
-        """Returns the variables that turn thinking on or off. If `effort` is given, an effort variable is omitted."""
+        """If `effort` is given, an effort variable is omitted."""
         if not thinks:
             return dict(self.off_variables)
         return {
@@ -100,7 +99,6 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """Maps each effort to the nearest one that the template accepts, or to the greater of two equally near."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -39,11 +39,11 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Streams the arguments before `tail` as JSON. Returns False if they are broken or incomplete."""
+        """Returns False if the arguments are broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
-        """Returns Lark expressions for arguments that fit the tool's schema, as the template writes them."""
+        """Arguments that fit the tool's schema, as the template writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the answer ends before `end`."""
+    """Raises UnreadableLiteral if the answer ends before `end`."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

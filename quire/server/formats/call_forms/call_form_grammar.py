@@ -50,7 +50,6 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """Returns the start rule's beginning if calls are required: optional empty content and optional whitespace."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(
@@ -58,7 +57,6 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """Returns rules that match text, or calls that begin with `opening`."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
@@ -111,8 +109,5 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """Returns a pattern of the calls' first three atoms, with any whitespace between them. An answer that begins so
-        is not text.
-        """
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -52,14 +52,13 @@ class CallFormReader:
         return True
 
     def _read_call(self, head: str, *, outside: bool) -> ParserSteps[bool]:
-        """`outside`: True if the tag that surrounds calls is missing."""
         form = self._form
         if form.json_keys is not None and (yield from self._read_json_call(form.json_keys, head)):
             return True
         prompt_head = form.prompt_head if head != form.head else ""
         heads = [other.removeprefix(prompt_head) for other in form.other_heads]
         heads += [] if form.json_keys is not None or (outside and head in form.unwrapped_heads) else [head]
-        for one in sorted({*heads, *form.unwrapped_heads}, key=len, reverse=True):  # longest first
+        for one in sorted({*heads, *form.unwrapped_heads}, key=len, reverse=True):
             if (yield from self._read_call_parts(one, unwrapped=one in form.unwrapped_heads and one not in heads)):
                 return True
         return False
@@ -80,7 +79,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """An `unwrapped` head may also occur in text, so it counts only if a tool's name and arguments follow it."""
+        """An `unwrapped` head may also occur in text."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
@@ -114,7 +113,6 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """Returns slot values, or None if the head does not follow."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -131,7 +129,6 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """Returns None if the literal after the slot is missing."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:
@@ -155,7 +152,6 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """Returns True once the text begins with a tool's name, and False once it cannot."""
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):

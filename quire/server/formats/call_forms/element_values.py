@@ -32,7 +32,6 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
-    """Returns keys and texts, or None if the text does not consist of elements."""
     begin = re.compile(rf"\s*{re.escape(before)}([^<>/\s]+)>")
     children: list[tuple[str, str]] = []
     place = 0
@@ -48,7 +47,6 @@ def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
 
 
 def _find_closing_tag(written: str, begin: str, close: str, start: int) -> int:
-    """Returns -1 if the closing tag is missing."""
     depth, place = 1, start
     while True:
         end = written.find(close, place)

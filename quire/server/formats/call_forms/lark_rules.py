@@ -48,16 +48,14 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Returns the rule's name. Equal rules share one name. `head` contains options such as `[suffix="…"]`."""
+        """Equal rules share one name."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Returns an expression that matches any text, or a match of `pattern`, and then `end`. As in the parsers, the
-        first tag of `end` ends the text, whatever whitespace precedes the tag.
-        """
+        """As in the parsers, the first tag of `end` ends the text, whatever whitespace precedes the tag."""
         if pattern is not None:
             return self._pattern_then_end_expression(end, pattern)
         pieces = self.literal_parts(end)
@@ -75,8 +73,8 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Returns an expression that requires the whitespace before the first tag of `end`, because parsers remove only
-        this whitespace from the text.
+        """Requires the whitespace before the first tag of `end`, because parsers remove only this whitespace from the
+        text.
         """
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
@@ -97,7 +95,7 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules for values that fit a JSON schema, without constraints that Lark cannot express."""
+    """Omits constraints that Lark cannot express."""
 
     rules: LarkRules
     spelling: LiteralSpelling
@@ -171,9 +169,6 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Returns an expression for any value: a recursive rule or, if the template writes lists and objects as JSON, a
-        rule for JSON.
-        """
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)

@@ -16,15 +16,13 @@ ESCAPE_VALUES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a
 SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
-class UnreadableLiteral(Exception):
-    """The text is not a literal."""
+class UnreadableLiteral(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
     quote: str = '"'
     raw: bool = False
-    """True if quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
     """Must follow a raw string's closing quote, because the string may contain its own quote."""
 
@@ -48,9 +46,7 @@ class LiteralSyntax:
         return (yield from _read_word(source))
 
     def parse_string_after_quote(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
-        """Reads a string whose opening quote is already consumed. Raises UnreadableLiteral if the closing quote is
-        missing.
-        """
+        """Raises UnreadableLiteral if the closing quote is missing."""
         pieces: list[str] = []
         while True:
             place = source.text.find(quote)
@@ -72,7 +68,6 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Looks at up to 80 characters after a quote to decide whether it ends the raw string."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None

@@ -16,8 +16,8 @@ def schema_pattern(schema: Any) -> str | None:
 
 
 def full_match_pattern(pattern: str) -> str:
-    """Makes a JSON schema's pattern, which may match anywhere, match the full text. Anchors inside an alternative stay,
-    and the grammar compiler refuses them.
+    """A JSON schema's pattern may match anywhere. Anchors inside an alternative stay, and the grammar compiler refuses
+    them.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -30,9 +30,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """Returns a Lark terminal that matches `pattern`, then `end`. The text may not contain `stop`, because parsers end
-    the text there.
-    """
+    """The text may not contain `stop`, because parsers end the text there."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body

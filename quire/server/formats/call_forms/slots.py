@@ -1,11 +1,10 @@
-"""Texts with slots. Texts are compared atom by atom, so that no common part ends inside a tag or word."""
+"""Texts are compared atom by atom, so that no common part ends inside a tag or word."""
 
 from __future__ import annotations
 
 import re
 from itertools import takewhile
 
-# Private-use characters.
 NAME_SLOT = "\ue000"
 ID_SLOT = "\ue001"
 INDEX_SLOT = "\ue002"
@@ -42,6 +41,5 @@ def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
 
 
 def last_tag(text: str) -> str:
-    """Returns "" if the text has no tag."""
     tags = TAG.findall(text)
     return tags[-1] if tags else ""

@@ -36,13 +36,10 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """True if strings with markup are written as CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """Name of a list item's element, if lists and objects are written as elements. `element_prefix` precedes each
-    element's name.
-    """
+    """Name of a list item's element, if lists and objects are written as elements."""
 
     @property
     def example(self) -> str:
@@ -99,7 +96,7 @@ def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
 
 
 def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[str, str] | None]:
-    """Returns the key, and the value's type or "" if the text does not determine it. Returns None if no key comes."""
+    """Returns the key, and the value's type or "" if the text does not determine it."""
     if form.before_key.strip() and not (yield from source.take_ignoring_space(form.before_key)):
         return None
     infixes: dict[str, list[str]] = {}
@@ -124,7 +121,7 @@ def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> Parse
 def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
-    """`kind`: "string" or "other" if the text determines the type, else "". Returns False if the value does not end."""
+    """`kind`: "string" or "other" if the text determines the type, else ""."""
     end = form.end.replace(KEY_SLOT, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
@@ -160,7 +157,6 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Consumes the first of `ends`. Returns False if the answer ends before it."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -187,9 +183,7 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """Consumes `end` and returns the text before it, or None if the answer ends first. Skips an `end` that belongs to a
-    `begin` inside the text.
-    """
+    """Skips an `end` that belongs to a `begin` inside the text."""
     start = 0
     while True:
         place = source.text.find(end, start)
@@ -204,7 +198,6 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
-    """Returns True if the value may have another type than string. `begun` may end with the start of one of `ends`."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )

@@ -58,7 +58,7 @@ class EntryLayout:
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """Compares calls with and without arguments. Raises TemplateInferenceError if the template omits arguments."""
+    """Raises TemplateInferenceError if the template omits arguments."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -162,7 +162,6 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """Returns the quote around strings, or None if strings are not quoted."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None

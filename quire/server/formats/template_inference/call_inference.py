@@ -106,9 +106,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """Returns the head without the tag around one or all calls, which models may omit. Returns () if the rest does not
-    begin with a tag that contains the name.
-    """
+    """Returns the head without the tag around one or all calls, which models may omit."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
@@ -164,8 +162,6 @@ def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
 
 
 def _infer_json_keys(answer: str) -> JsonCallKeys | None:
-    """Returns None if the call is not a JSON object with a name."""
-
     def is_arguments(value: Any) -> bool:
         return value == FULL_ARGUMENTS or (isinstance(value, str) and parse_json_or_none(value) == FULL_ARGUMENTS)
 

@@ -37,8 +37,7 @@ PROBE_TOOLS = [
 ]
 
 
-class TemplateInferenceError(Exception):
-    """Its message says why the inference failed."""
+class TemplateInferenceError(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class TemplateProber:
     tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
-    """True if ids have the form functions.name:0."""
     prompt_before: str = ""
     generation_prompt: str = ""
 

@@ -27,7 +27,6 @@ class AssistantTurnForm:
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
-        """Removes the generation prompt, an empty reasoning span and the delimiters of empty content."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:

@@ -1,6 +1,4 @@
-"""Tool calls in code blocks, which small models write although the template shows another form. Qwen2.5-Coder 1.5B's
-template shows <tool_call>, but the model writes ```json {"name": ..., "arguments": {...}} ```.
-"""
+"""Tool calls in code blocks, which small models write although the template shows another form."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _LONGEST_LABEL = 16
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """Requires an object as arguments, because JSON in example code often has a name but no arguments."""
+    """JSON in example code often has a name but no arguments."""
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)
@@ -35,7 +33,7 @@ class CodeBlockReader:
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """`before`: text before the fence. Returns False if no call follows the fence."""
+        """`before`: text before the fence."""
         if before.rpartition("\n")[2].strip():
             return False  # the fence is within a line
         if self._is_inside:

@@ -25,14 +25,14 @@ class JsonCallKeys:
 
     @property
     def possible_first_keys(self) -> frozenset[str]:
-        """Keys with which a call may begin. Objects that begin with another key are content, and are not held back."""
+        """Objects that begin with another key are content, and are not held back."""
         return frozenset(
             {self.name, self.arguments, "name", "arguments", "parameters", *self.other_keys, self.inner_key}
         )
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
-        """Matches a call up to its arguments, if keys are in the usual order. Only then can arguments be streamed."""
+        """Arguments can be streamed only if the keys are in this order."""
         more = "|".join(map(re.escape, self.other_keys)) or "type"
         skipped = rf'(?:"(?:{more})"\s*:\s*(?:"(?:[^"\\]|\\.)*"|\d+)\s*,\s*)*'
         inner = rf'"{re.escape(self.inner_key)}"\s*:\s*\{{\s*' if self.inner_key else ""
@@ -58,12 +58,10 @@ DEFAULT_KEYS = JsonCallKeys()
 
 
 class BracketScanner:
-    """Finds an object's end, or the character that makes it invalid."""
-
     def __init__(
         self, open_brackets: str = "", *, quotes: str = '"', outside: frozenset[str] | None = PLAIN_CHARACTERS
     ) -> None:
-        """`outside`: characters that are allowed outside of strings. None allows all."""
+        """If `outside` is None, all characters are allowed outside of strings."""
         self._open_closers = [CLOSING_BRACKETS[bracket] for bracket in open_brackets]
         self._has_begun = bool(open_brackets)
         self._quote_characters, self._plain_characters = quotes, outside
@@ -116,7 +114,7 @@ class BracketScanner:
 
 
 def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[bool]:
-    """Returns False, and leaves the call open, if the text ends early or cannot be repaired."""
+    """Returns False if the text ends early or cannot be repaired."""
     reader = JsonRepairer()
     while True:
         written, count = reader.repair_piece(source.text, closed=source.is_closed)
@@ -133,9 +131,7 @@ def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[b
 def read_json_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None = None, keys: JsonCallKeys = DEFAULT_KEYS
 ) -> ParserSteps[bool]:
-    """Reads a call like {"name": …, "arguments": {…}}, whose keys may also be "parameters" or those of `keys`. Consumes
-    nothing if it returns False.
-    """
+    """Reads a call like {"name": …, "arguments": {…}}. Consumes nothing if it returns False."""
     scanner = BracketScanner()
     position = 0
     depth = keys.arguments_depth
@@ -173,7 +169,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """Reads calls with keys in another order or arguments in a string. Waits for the whole call."""
+    """Reads calls with keys in another order or arguments in a string."""
     reader = JsonRepairer()
     position = 0
     written = ""

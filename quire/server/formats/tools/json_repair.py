@@ -1,5 +1,5 @@
-"""Repairs a model's JSON object as it arrives, where the meaning is clear. What is repaired: control characters,
-invalid escapes, Python's quotes and constants, bare words, wrong commas and colons, unclosed brackets.
+"""Repairs a model's JSON object as it arrives, where the meaning is clear: control characters, invalid escapes,
+Python's quotes and constants, bare words, wrong commas and colons, unclosed brackets.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ JSON_BY_CONSTANT = {
     "Infinity": "null",
     "-Infinity": "null",
 }
-"""Constants that JSON lacks become null."""
 
 
 class JsonRepairer:
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
-        """Count of each bracket in `_open_closers`. Searching that list for many stray brackets would be slow."""
+        """Searching `_open_closers` for many stray brackets would be slow."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         self._is_first = True
-        """True if nothing follows the last open bracket or comma yet, so that the object or list may end here."""
         self._pending_comma = ""
-        """The comma and the whitespace after it, which are written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False
@@ -58,7 +55,6 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
-        """Returns "" if a value is missing or a string is open."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -150,7 +146,6 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """Returns True if a key must come next. An object or list cannot be a key."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
@@ -192,7 +187,6 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
-    """Returns None if the text is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

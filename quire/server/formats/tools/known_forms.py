@@ -33,7 +33,7 @@ MISTRAL = CallForm(
     short_ids=True,
     other_heads=(f"{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"{NAME_SLOT}[ARGS]", NAME_SLOT),
 )
-"""Used by Mistral 7B v0.3, Nemo and Large 2. The parser also reads the newer form."""
+"""Used by Mistral 7B v0.3, Nemo and Large 2."""
 MISTRAL_NAMED = CallForm(
     begin="",
     head=f"[TOOL_CALLS]{NAME_SLOT}[ARGS]",
@@ -103,13 +103,11 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""Used by gpt-oss (https://github.com/openai/harmony). Its template shows only one of the forms that it writes."""
+"""Used by gpt-oss (https://github.com/openai/harmony)."""
 
 
 def xml_call_form(outer: str) -> CallForm:
-    """Returns the form <function=name><parameter=key>value</parameter></function> within the tag `outer`, which models
-    sometimes omit.
-    """
+    """Models sometimes omit the tag `outer`."""
     return CallForm(
         begin="",
         head=f"<{outer}>\n<function={NAME_SLOT}>\n",

@@ -20,9 +20,7 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """Unless calls are required (`must`), the grammar also allows text whose beginning does not match the regular
-    expression `unlike`.
-    """
+    """Unless `must`, the grammar also allows text that does not begin with a match of `unlike`."""
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
@@ -48,7 +46,7 @@ def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
 
 
 def keyword_call_expression_sequence(tool: Tool) -> list[str]:
-    """Arguments come in the schema's order. Optional arguments may be omitted."""
+    """Arguments come in the schema's order."""
     arguments = [
         (f"{quote_lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
         for name, node, required in tool_property_entries(tool)

@@ -19,8 +19,6 @@ from quire.server.formats.tools.tool_parser import LiteralEncoder, Tool, ToolFor
 
 
 class LlamaJsonFormat(ToolFormat):
-    """Calls begin with <|python_tag|> or Llama 4's <|python_start|>, or the answer is a tool's JSON object."""
-
     markers = ("<|python_tag|>", "<|python_start|>")
     other_markers = ("<|python_end|>",)
     bare = "{"
@@ -35,7 +33,6 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Accepts a semicolon, comma, whitespace or marker before the call. Consumes nothing if it returns False."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
@@ -52,9 +49,7 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """Calls like [weather(city="Rome"), clock()], which Llama 3.2, Llama 4 and LFM2 write. Without a marker, calls must
-    begin the answer.
-    """
+    """Calls like [weather(city="Rome"), clock()]."""
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
@@ -95,7 +90,7 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Reads a call like f(a=1, b="x"). Consumes nothing if it returns False."""
+    """Consumes nothing if it returns False."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])
@@ -115,7 +110,6 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
 
 
 def _keyword_arguments_to_json(text: str) -> str | None:
-    """Returns None unless all arguments are keyword arguments with literal values."""
     try:
         call = _parse_expression(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:

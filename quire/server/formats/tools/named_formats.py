@@ -19,7 +19,7 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Texts in templates for Python calls. LFM2's template shows tools but no calls."""
+"""LFM2's template shows tools but no calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,10 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-""" "auto" selects the first format that matches, so specific formats come before general ones."""
+""" "auto" selects the first format that matches."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:
-    """ "auto" selects by the template's text. "none" returns None."""
     for row in TOOL_FORMATS:
         if row.matches_template(template) if choice == "auto" else row.name == choice:
             return row.format

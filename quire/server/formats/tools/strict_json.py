@@ -15,7 +15,7 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Escapes non-ASCII text only if it has unpaired surrogates. Raises ValueError for values that JSON lacks."""
+    """Raises ValueError for values that JSON lacks."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 

@@ -1,5 +1,5 @@
-"""Text that arrives in pieces. Parsers are generators that yield to wait for more text. They decide only on sufficient
-text, so results do not depend on how the text was split.
+"""Parsers are generators that yield to wait for more text. They decide only on sufficient text, so results do not
+depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
 
 MAX_TOOL_NAME_LENGTH = 256
-"""Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
-"""Maximum length of whitespace inside a call's markers. Longer whitespace is a model's repetition, and would be read
-again with each piece.
-"""
+"""Longer whitespace is a model's repetition, and would be read again with each piece."""
 
 SPACE = re.compile(r"\s*")
 
@@ -29,7 +26,7 @@ class TextSource:
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """`final`: True if no more text will come. Returns True if the parser has ended."""
+        """Returns True if the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -72,7 +69,6 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
-        """Does not accept whitespace before `literal`."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)
@@ -80,7 +76,6 @@ class TextSource:
         return is_there
 
     def take_after_space(self, literal: str) -> ParserSteps[bool]:
-        """Consumes whitespace and `literal` together, or nothing."""
         while True:
             text = self.text.lstrip()
             if text.startswith(literal):
@@ -93,7 +88,7 @@ class TextSource:
     def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
-        """Returns the text before the literal, and the literal. Consumes nothing if it returns None."""
+        """Consumes nothing if it returns None."""
         longest = max(map(len, literals))
         while True:
             match = find_first_literal(self.text[: limit + longest], literals)
@@ -105,7 +100,6 @@ class TextSource:
             yield
 
     def peek_non_space_character(self) -> ParserSteps[str]:
-        """Returns "" at the end of the text."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]
@@ -134,7 +128,6 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
-    """Returns the number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

@@ -16,9 +16,7 @@ class ToolCallDelta:
 
 
 class ToolCallSink:
-    """Collects content and calls. Whitespace around calls is not content. Unreadable text goes to the open call's
-    arguments, or to content if no call is open.
-    """
+    """Unreadable text goes to the open call's arguments, or to content if no call is open."""
 
     def __init__(self, new_id: Callable[[int], str], max_calls: int | None = None) -> None:
         self._new_id = new_id
@@ -44,7 +42,7 @@ class ToolCallSink:
             self._content.append(shown)
 
     def open_call(self, name: str, id: str = "") -> None:
-        """`id`: the model's, which is replaced if empty or not unique."""
+        """Replaces an empty or repeated `id`."""
         self._pending_space = ""
         self._arguments = []
         self.last_complete = False

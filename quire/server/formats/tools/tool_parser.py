@@ -23,21 +23,19 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
-"""Writes a literal of a Lark grammar: special tokens as tokens, other text as strings."""
 
 
 class ToolFormat(ABC):
     """Has no state, because its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts that start calls. Parsers receive them even if they are special tokens."""
+    """Parsers receive them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
     """Models also mention these in text, so they count only at a line's start, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = ""
-    """The first character of an answer that consists of calls without a marker. Empty if calls always have a marker."""
+    """The first character of an answer that consists of calls without a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
-    """A call, for prompts that describe the format to the model."""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -46,7 +44,7 @@ class ToolFormat(ABC):
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
     ) -> ParserSteps[None]:
-        """Text left in the source is content. `in_blocks`: also read calls in code blocks."""
+        """Text left in the source is content."""
         if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
@@ -75,15 +73,13 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
-        """Reads calls after a marker. If it returns False, all text taken since the marker is content."""
+        """If it returns False, all text taken since the marker is content."""
 
     @abstractmethod
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        """Returns a Lark grammar for llguidance with the rule `start`. If `must` is False, the grammar also allows text
-        before or instead of calls.
-        """
+        """If `must` is False, the grammar also allows text before or instead of calls."""
 
     def derive_call_id(self, name: str) -> str:
         """`name` contains the answer's name and the call's number, so that a repeated answer has the same ids."""
@@ -93,7 +89,6 @@ class ToolFormat(ABC):
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """Returns None if the text ended."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
