@@ -31,9 +31,8 @@ class ComputeIdentity:
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """Returns the journaled identity if the answer is resumed, otherwise `fresh`. A seed is added to `fresh`, so that
-    the answer can be recomputed, unless the request is a beam search or `is_journaled` is False. `is_journaled`: tokens
-    are reproducible, or all are logged.
+    """A seed is added to `fresh`, so that the answer can be recomputed, unless the request is a beam search or
+    `is_journaled` is False. `is_journaled`: tokens are reproducible, or all are logged.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -81,14 +80,11 @@ def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) ->
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """Returns True if kernels or weights have changed since the call began, or if kernels are not deterministic. The
-    call then continues after its journaled tokens.
-    """
+    """If True, the call continues after its journaled tokens."""
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
-    """Return why the answer cannot be resumed; None if it can."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

@@ -19,7 +19,7 @@ AnswerKey = tuple[str, str]
 MAX_ABANDONED = 16
 _EVENT_WAIT_SECONDS = 1.0
 _KEEP_EVENTS_SECONDS = 10.0
-"""After an answer has ended, other processes can read its events for this many seconds."""
+"""Other processes can read an ended answer's events for this many seconds."""
 _TAKEOVER_SECONDS = 5.0
 """If the process that runs an answer ends, its readers wait this many seconds for another process to continue it."""
 _POLL_SECONDS = 0.25
@@ -34,7 +34,7 @@ class RunningAnswer:
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
     can_restart: bool = False
-    """True if the answer may be computed later after a failure. Its readers then get no error event."""
+    """If True, readers get no error event."""
     task: asyncio.Task[None] | None = None
 
     def add_events(self, events: bytes) -> None:
@@ -66,9 +66,7 @@ class RunningAnswer:
 
 
 class Background:
-    """Runs answers that continue without their caller. Requests about an answer of another process are forwarded to
-    that process.
-    """
+    """Requests about an answer of another process are forwarded to that process."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -80,7 +78,6 @@ class Background:
         self.is_closing = False
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """Returns the unfinished response as JSON; None if no process runs it."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -97,7 +94,6 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """Returns the events after number `after`; None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -107,9 +103,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """Yields events of process `holder`. If it ends, yields the same events from the process that takes over the
-        answer.
-        """
+        """If `holder` ends, yields the same events from the process that takes over the answer."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -166,7 +160,7 @@ class Background:
             finally:
                 running.mark_ended()
                 self._retain_ended_events_for_peers(key, running)
-                if self._running_answers.get(key) is running:  # otherwise another request took the answer over
+                if self._running_answers.get(key) is running:
                     del self._running_answers[key]
 
     def _retain_ended_events_for_peers(self, key: AnswerKey, running: RunningAnswer) -> None:
@@ -181,8 +175,8 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Closes the answer after `seconds`. Closes it at once if its owner already has MAX_ABANDONED answers without a
-        reader, or if the server is stopping.
+        """Closes the answer at once if its owner already has MAX_ABANDONED answers without a reader, or if the server
+        is stopping.
         """
         owner = key[0]
         if running.has_ended or running.task is None:
@@ -209,12 +203,8 @@ class Background:
         await asyncio.wait([running.task])
         return True
 
-    # Methods that other processes call
-
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Waits up to _EVENT_WAIT_SECONDS for new events. Returns the number of events after number `after`, whether
-        the answer has ended, and the events' bytes. Returns None if this process does not have the events.
-        """
+        """Returns the number of events after number `after`, whether the answer has ended, and the events' bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -29,7 +29,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 
 
 class Processes:
-    """The processes that share the data. Thread-safe. Not stored on disk."""
+    """Thread-safe. Not stored on disk."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -43,7 +43,7 @@ class Processes:
         self._ended_counts: Counter[str] = Counter()
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
-        """Records the process's counts. The first process that calls this is the leader until it ends."""
+        """The first process that calls this is the leader until it ends."""
         with self._mutex:
             self._live_processes.setdefault(process)
             self._counts_by_process[process] = counts
@@ -59,9 +59,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """Adds a process that was connected to an earlier owner of the data. If it was the leader, it remains the
-        leader.
-        """
+        """If the process was the leader, it remains the leader."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -77,11 +75,9 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Returns True if more data is due. While another call sweeps, does nothing and returns False."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
-        """Returns (owner, id) of background responses that no process runs."""
         return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
@@ -94,9 +90,6 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """Runs this process's puts, appends and deletes of objects. In the process that owns the data, its threads also run
-    those of other processes.
-    """
     close: Callable[[], None]
 
 
@@ -119,7 +112,7 @@ def open_data_dir(
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
-    except sqlite3.DatabaseError as error:  # the file is damaged
+    except sqlite3.DatabaseError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot read the data stored in {folder}: {error}", param="data_dir") from None
     sweeper = Sweeper(

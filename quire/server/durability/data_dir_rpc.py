@@ -1,7 +1,6 @@
 """One API process owns --data-dir (`serve_data_dir_call`). The others call the owner (`remote_data_dir`), but access
-file contents directly.
-The messages predate UtilityCall and UtilityResult. They keep their form and tags, because Ray replaces replicas one by
-one, and an old replica must read a new one's answers.
+file contents directly. The messages keep their form and tags, because Ray replaces replicas one by one, and an old
+replica must read a new one's answers.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""Methods by wire name, which must survive renames."""
+"""Wire names must survive renames."""
 _SLOW_METHODS = ("Store.put", "Store.append", "Store.delete")
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
@@ -98,19 +97,16 @@ class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True
 
 
 class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An internal error, which the owner has logged."""
-
     message: str
 
 
 _SLOW_REQUEST_STARTS = tuple(encode_msgpack(_RPCRequest(name, msgspec.Raw(b""))) for name in _SLOW_METHODS)
-"""First bytes of slow requests. A request begins with its method's name, so the event loop need not decode it."""
+"""A request begins with its method's name, so the event loop need not decode it."""
 _decode_request = msgspec.msgpack.Decoder(_RPCRequest).decode
 _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Failed).decode
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
-    """Runs slow methods in the owner executor's threads, so that short methods need not wait for them."""
     is_slow = encoded_request.startswith(_SLOW_REQUEST_STARTS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request

@@ -1,5 +1,3 @@
-"""What the pipeline's stations use of durability: `make_durable_request`, and the methods of `DurableRequest`."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -44,16 +42,15 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
 
 STREAM_ID = "X-Stream-Id"
-"""Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""Header with the fingerprints of everything that has computed the stream, if there are several."""
+"""Fingerprints of everything that has computed the stream, if there are several."""
 
 
 class DurableRequest(ABC):
     """The pipeline's stations call these methods in this order."""
 
     def __init__(self, request: Request, stream_grace: float) -> None:
-        """`stream_grace`: maximum seconds that a stream continues without its reader; 0 without a data directory."""
+        """`stream_grace`: maximum seconds that a stream continues without its reader."""
         self._request = request
         self._stream_grace = stream_grace
 
@@ -67,14 +64,11 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
-        """True if the Idempotency-Key belongs to a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """True if the request resumes a journaled call. If the call is a background response, nobody reads the repeated
-        answer.
-        """
+        """True if the request resumes a journaled call."""
         return False
 
     @property
@@ -82,16 +76,13 @@ class DurableRequest(ABC):
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
-        """Keep the decompressed body for the journal. Raises the errors of MemoryLease.grow_lease."""
+        """Raises the errors of MemoryLease.grow_lease."""
 
     @abstractmethod
-    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
-        """Return `fresh`, or a resumed answer's journaled identity. Raises HTTPException and InvalidRequest."""
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity: ...
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
-        """Returns for how long the stream continues without its reader, as the header asks; 0 without the header.
-        Raises InvalidRequest if the header is invalid or the stream cannot be resumed.
-        """
+        """Raises InvalidRequest if the header is invalid or the stream cannot be resumed."""
         if (header_value := self._request.headers.get(KEEP_ALIVE_HEADER)) is None:
             return 0.0
         seconds = parse_stream_grace_header(header_value, self._stream_grace)
@@ -106,10 +97,9 @@ class DurableRequest(ABC):
         return client.submit(requests, resolved.answer_id)
 
     async def persist(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Journals the answer. Call this before the first event is sent. Closes `running` before it raises an error."""
+        """Call this before the first event is sent. Closes `running` before it raises an error."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """Returns a writer whose events have ids from which a client can resume. The base class returns `writer`."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -122,16 +112,14 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """Returns events that continue for `seconds` after their reader has left, and a function that the caller must
-        call when the reader leaves.
-        """
+        """The caller must call the returned function when the reader leaves."""
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Call this when the response has been stored before its end."""
 
     async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Call this when the response has been stored with its end. Its Idempotency-Key stays known."""
+        """Call this when the response has been stored with its end."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Raises HTTPException while another request computes the answer."""
@@ -147,7 +135,6 @@ class DurableRequest(ABC):
 
 class NullDurableRequest(DurableRequest):
     def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
-        """If `strict`, fields and headers without effect are rejected."""
         super().__init__(request, stream_grace)
         self._strict = strict
 
@@ -320,7 +307,6 @@ def make_durable_request(
     compute: Callable[[], ComputeIdentity],
     config: ServerConfig,
 ) -> DurableRequest:
-    """If `calls` is None, there is no data directory."""
     if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
         return NullDurableRequest(request, 0.0 if calls is None else config.stream_grace, strict=config.strict)
     return JournaledRequest(request, calls, background, owner_of(request), compute, config.stream_grace)

@@ -24,14 +24,11 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return the call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
 
 class EventIdWriter(AnswerWriter):
-    """Adds ids to another writer's events, and drops events that the reader has seen."""
-
     MEDIA_TYPE: ClassVar[bytes]
 
     def __init__(
@@ -49,15 +46,13 @@ class EventIdWriter(AnswerWriter):
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """Counts of sent events by kind. The count of the current kind is in `_kind_count`, because a list would touch
-        more memory per token.
-        """
+        """The count of the current kind is in `_kind_count`, because a list would touch more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
         self._event_template = b""
         self._text_event_template: bytes | None = None
-        """Bytes format that takes a count and a text as JSON. Used only for a single choice. None while the reader has
-        already seen events that are not sent again.
+        """Bytes format that takes a count and a text as JSON. None while the reader has already seen events that are
+        not sent again.
         """
         self._switch_event_kind(0)
 
@@ -88,7 +83,7 @@ class EventIdWriter(AnswerWriter):
                 and delta.text
                 and delta.finish_reason is None
                 and not (delta.tokens or delta.reasoning or delta.tool_calls)
-            ):  # the usual case
+            ):
                 self._kind_count = count = self._kind_count + 1
                 return form % (count, encode_json(delta.text))
         self._writer.weights_version = self.weights_version

@@ -34,8 +34,6 @@ CLAIM_SECONDS = 30.0
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """The values on which an answer depends besides its request."""
-
     id: str
     name: str
     """The answer's id, if the caller chose it."""
@@ -46,9 +44,8 @@ class PinnedReplayFields(msgspec.Struct, frozen=True):
     kernels: str = ""
     """Fingerprint of weights and kernels."""
     background: bool = False
-    """True if the response continues without its caller."""
     model: str = ""
-    """Set if the server has several models; empty in older journals."""
+    """Empty in older journals."""
     before: tuple[str, ...] = ()
     """Fingerprints of other weights or kernels that computed the first tokens."""
     given: str = ""
@@ -88,12 +85,11 @@ class Calls:
     """Thread-safe. Methods are single transactions, unless they make room.
 
     Expired calls are deleted, except while they are answered or their response is unfinished, because the machine may
-    have been off for days. Above `max_bytes`, the largest owner's calls are evicted in order of expiry: first those
-    that are complete, then unfinished responses, then calls that are being answered.
+    have been off for days.
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """`live_processes` still write their token logs. The tokens of other logs are recovered."""
+        """`live_processes` still write their token logs."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
@@ -115,7 +111,7 @@ class Calls:
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
         """From now on, `process` counts as answering the call, even if the write fails. `expires_at` is in Unix
-        seconds. Returns False, and stores nothing, if another call has the same key.
+        seconds. Returns False if another call has the same key.
         """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
@@ -169,9 +165,7 @@ class Calls:
         return self._answering_processes.get((owner, id))
 
     def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """The claim lasts until `put`, `release_claim` or CLAIM_SECONDS. Returns False while another attempt has a
-        claim.
-        """
+        """The claim lasts until `put`, `release_claim` or CLAIM_SECONDS."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -210,7 +204,6 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """Runs one transaction. Returns False if no more calls are due."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -231,8 +224,8 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Moves the tokens of an ended process's log to the journal. Skips calls that another process has taken over
-        with their tokens. Tokens of an unreadable log are recomputed.
+        """Skips calls that another process has taken over with their tokens. Tokens of an unreadable log are
+        recomputed.
         """
         try:
             for (owner, id), tokens in groupby(
@@ -283,8 +276,7 @@ class Calls:
 
 class _CallEviction:
     """Evicts the largest owner's calls in order of expiry, in up to three passes: the first spares unfinished responses
-    and calls being answered, the second only the latter, the third none. Each step continues where the last one
-    stopped.
+    and calls being answered, the second only the latter, the third none.
     """
 
     def __init__(

@@ -23,16 +23,13 @@ class PeerLink(Protocol):
     answering: Answering
 
     @property
-    def identity(self) -> str:
-        """This process's name."""
+    def identity(self) -> str: ...
 
-    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """See SharedClient.ask."""
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]: ...
 
 
 class Peers:
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
-        """`link` is None if there are no other processes, and `calls` is None if there is no data directory."""
         self._link = link
         self._calls = calls
 
@@ -68,9 +65,7 @@ RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop]
 def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
-    """Returns a function that calls the data's owner and waits for the result. Call it in threads. It raises
-    StoreUnreachable if the owner does not answer. `from_thread` runs a coroutine on the event loop.
-    """
+    """Call it in threads. It raises StoreUnreachable if the owner does not answer."""
     loop = asyncio.get_running_loop()
 
     async def ask_hub(body: bytes) -> bytes:

@@ -36,15 +36,13 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""Each process answers this topic with its ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
-"""Pause between sweeps while more is due, so that others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
-"""Seconds between polls of a single process, which only checks whether the disk can be written."""
+"""A single process only checks whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -57,9 +55,7 @@ class Persistence:
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """Schedules the restart of a background response whose engine has ended or whose model was unloaded. If this
-        process ends first, another process restarts it.
-        """
+        """If this process ends first, another process restarts it."""
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
@@ -85,9 +81,7 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """Returns None without data_dir. `link` leads to the process that owns the data; None: this process owns it.
-    `connect`: see Database. Raises ConfigError.
-    """
+    """`link` leads to the process that owns the data; None: this process owns it. Raises ConfigError."""
     if config.data_dir is None:
         return None
     if link is not None:
@@ -107,9 +101,7 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients` returns the engine clients of the loaded models. At the end, batches and streams stop where they are,
-    and the next process continues them.
-    """
+    """At the end, batches and streams stop where they are, and the next process continues them."""
     batches = BatchRunner(app, data.batches, data.files, data.contents, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)
@@ -135,9 +127,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Resumes earlier processes' batches and background responses. The application must already answer requests. If
-    there are several processes, the leader looks for such work repeatedly.
-    """
+    """The application must already answer requests."""
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
 
     has_recovered = False
@@ -148,7 +138,7 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
                 return await _restart_response(persistence, app, tenants, owner, id)
             except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
                 log.error("the response %s cannot be regenerated now; retrying: %s", id, error)
-            except Exception:  # one response must not affect others
+            except Exception:
                 return log.exception("the response %s cannot be regenerated now; the next start tries again", id)
         await asyncio.sleep(RETRY_SECONDS)
         persistence.unfinished_responses.add((owner, id))
@@ -184,9 +174,7 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """Marks a response that cannot restart as failed, but leaves a response with an unknown API key pending. Raises
-    Overloaded, HTTPException or the disk's error if it may restart later.
-    """
+    """Raises Overloaded, HTTPException or the disk's error if it may restart later."""
     if (tenant := tenants.find_by_digest(owner)) is None:
         log.error("the response %s waits for its API key, which this server does not accept", id)
         return

@@ -10,7 +10,6 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     came_with_token: bool
-    """False if the end came separately, after the last token."""
 
 
 class CallProgress(msgspec.Struct):
@@ -20,7 +19,7 @@ class CallProgress(msgspec.Struct):
     cached: list[int] = []
 
     ends: list[ChoiceFinish | None] = []
-    """None for an unfinished choice. The list is empty in older journals and for beam searches."""
+    """The list is empty in older journals and for beam searches."""
 
     @property
     def num_tokens(self) -> int:
@@ -30,8 +29,8 @@ class CallProgress(msgspec.Struct):
         return CallProgress([list(ids) for ids in self.ids], list(self.cached), list(self.ends))
 
     def merge_tokens(self, choice: int, position: int, ids: Sequence[int], finish: ChoiceFinish | None) -> None:
-        """`position`: index of the first of `ids` among the choice's tokens. Skips known tokens. Drops all tokens if
-        earlier ones are missing.
+        """`position`: index of the first of `ids` among the choice's tokens. Drops all tokens if earlier ones are
+        missing.
         """
         if choice < len(self.ids) and position <= (num_known := len(self.ids[choice])):
             self.ids[choice] += ids[num_known - position :]

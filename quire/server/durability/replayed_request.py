@@ -41,7 +41,7 @@ def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
 
 class ResumptionMiddleware:
     """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body, because some clients can only
-    repeat the POST. When other POSTs end, releases the claims that they still have.
+    repeat the POST.
     """
 
     def __init__(self, app: ASGIApp) -> None:

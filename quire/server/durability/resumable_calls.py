@@ -1,6 +1,6 @@
 """Resumable streams and Idempotency-Key. A call is journaled (journal.py) before its first event is sent, its tokens a
 moment later. A repetition, in this or the next process, has the same id, seed and time, so its events are the same
-bytes. Events that the reader has seen are dropped.
+bytes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,17 @@ CLAIMS_SCOPE_KEY = "quire.claims"
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
-"""How long an Idempotency-Key stays known after its answer has ended."""
 MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
-"""Request header: seconds that a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
 """A running call's row expires this long after its last save."""
 _CLAIM_POLL_SECONDS = 0.05
 _SAVE_INTERVAL_SECONDS = 1.0
 """Without a write-ahead log, tokens since the last save are recomputed after a crash."""
 _SAVES_PER_LOGGED_CALL = 5
-"""If there is a write-ahead log, calls are saved only every fifth time. Only a power cut loses their unsaved tokens."""
+"""With a write-ahead log, only a power cut loses unsaved tokens."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""Number of tries, and seconds between them, while the store cannot be reached."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""Topics of requests to other API processes: stop answering a call; tell whether a call is being answered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,18 +56,16 @@ class Claim:
     owner: str
     name: str
     expires_at: float
-    """time.monotonic() at which the claim ends."""
+    """time.monotonic()."""
     attempt: int = 0
-    """Number of the attempt to resume a call; 0 if an Idempotency-Key is claimed."""
+    """0 if an Idempotency-Key is claimed."""
 
 
 @dataclass(eq=False, slots=True)
 class RunningCall:
     progress: CallProgress
     retention_seconds: float
-    """How long the call stays in the journal after its end."""
     close_generation: Callable[[], None] | None = None
-    """None after the call's end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
     log_number: int = 0
@@ -86,9 +80,6 @@ class RunningCall:
 
 class ResumableCalls:
     def __init__(self, calls: Calls, grace_seconds: float, peers: Peers, write_ahead_log: WriteAheadLog | None) -> None:
-        """`grace_seconds`: how long a stream without a reader stays resumable. Without `write_ahead_log`, a kill loses
-        up to a second of sent tokens.
-        """
         self._write_ahead_log = write_ahead_log
         self._calls = calls
         self._peers = peers
@@ -105,7 +96,6 @@ class ResumableCalls:
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """True if each token is logged before it is sent."""
         return self._write_ahead_log is not None
 
     @property
@@ -133,9 +123,7 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """Takes over a call with its tokens, and appends the claim for this to `claims`. While another attempt has a
-        claim, waits, and raises HTTPException after CLAIM_SECONDS.
-        """
+        """While another attempt has a claim, waits, and raises HTTPException after CLAIM_SECONDS."""
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
         while not await asyncio.to_thread(claim):
@@ -153,7 +141,6 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
-        """Stops the call in the process that answers it. Returns the call with its current tokens."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
@@ -188,9 +175,8 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """Returns the earlier call with the request's Idempotency-Key; None if the key is new or absent, or if the
-        request resumes a call already. Raises HTTPException if the key is invalid, claimed or another request's. Raises
-        it also while the earlier call is answered, unless `stream`, which takes over the call.
+        """Raises HTTPException if the key is invalid, claimed or another request's. While the earlier call is answered,
+        `stream` takes it over; otherwise raises HTTPException.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -215,7 +201,6 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
-        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
@@ -236,7 +221,7 @@ class ResumableCalls:
                 task.add_done_callback(self._abandon_tasks.discard)
 
     async def _abandon_claim(self, claim: Claim) -> None:
-        with suppress(sqlite3.OperationalError):  # the process that owns the store does not answer
+        with suppress(sqlite3.OperationalError):
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
     async def journal_call(
@@ -249,9 +234,8 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """Journals the call, and from then on its `outputs` until `running` is closed. `outputs` is None for a beam
-        search, which has no tokens before its end. An error closes `running`; but if the database cannot be written,
-        and the request has no new Idempotency-Key, the error is only logged.
+        """`outputs` is None for a beam search, which has no tokens before its end. An error closes `running`; but if
+        the database cannot be written, and the request has no new Idempotency-Key, the error is only logged.
         """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
@@ -298,9 +282,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """Retries while the process that owns the store is replaced. The stream waits meanwhile. Repeating Calls.put is
-        harmless.
-        """
+        """Repeating Calls.put is harmless."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -313,9 +295,6 @@ class ResumableCalls:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
-        """Deletes the call, so that it is not resumed. If `with_key` is False, a call with an Idempotency-Key stays
-        known.
-        """
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
@@ -386,9 +365,7 @@ async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
 
 
 def parse_stream_grace_header(header_value: str, max_seconds: float) -> float:
-    """`max_seconds` is --stream-grace, or 0 without a data directory. Raises InvalidRequest if it is 0, or if the
-    header is not a number from 0 to `max_seconds`.
-    """
+    """Raises InvalidRequest."""
     if not max_seconds:
         raise InvalidRequest(
             f"{KEEP_ALIVE_HEADER}: this server stores no streams: see --data-dir", param=KEEP_ALIVE_HEADER

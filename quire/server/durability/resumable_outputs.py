@@ -18,7 +18,7 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number` belongs to the call's first choice. `position` is the number of earlier tokens of the choice."""
+        """`position` is the number of earlier tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
         """`rows` has three numbers per token: choice number, position and token id."""
@@ -64,7 +64,6 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """Returns one output per token; if the choice ended without a token, also an output without tokens."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -102,9 +101,7 @@ class ResumableOutputs(WrappedOutputs):
             super().take_outputs(some)
 
     def _split_outputs(self, outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
-        if not self._splits_tokens or (
-            self._all_cached_counts_known and len(outputs) == 1 == len(outputs[0].new_ids)
-        ):  # the usual case
+        if not self._splits_tokens or (self._all_cached_counts_known and len(outputs) == 1 == len(outputs[0].new_ids)):
             yield outputs
             return
         for output in outputs:
@@ -122,7 +119,6 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Journals the tokens of each choice that follow its first `known_counts` tokens."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -146,9 +142,7 @@ class ResumableOutputs(WrappedOutputs):
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """Returns the part of `earlier` that need not be recomputed. With `needs_logprobs` it has no tokens, because the
-    journal has no log probabilities.
-    """
+    """With `needs_logprobs` the result has no tokens, because the journal has no log probabilities."""
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:

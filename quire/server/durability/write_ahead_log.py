@@ -19,7 +19,6 @@ import msgspec
 from quire.server.durability.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""Beginning of a log file's name in --data-dir. The process's name follows."""
 HALF_BYTES = 1 << 21
 """Size of each of the log's two halves. While one half is written, the journal takes over the tokens of the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
@@ -58,7 +57,6 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
 
 class StepTokensRecord(msgspec.Struct, frozen=True, tag="s", array_like=True):
     rows: bytes
-    """Choice number, position and token id of each token."""
 
 
 class LoggedTokens(NamedTuple):
@@ -95,7 +93,6 @@ class WriteAheadLog:
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """Returns the number of the first choice. The other choices have the next numbers."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -104,11 +101,11 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Call this before the tokens are sent. Drops the tokens if the half has no space."""
+        """Drops the tokens if the half has no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Writes one record for all tokens of a step. One record per token would cost more than everything else."""
+        """One record per token would cost more than everything else."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
@@ -155,7 +152,6 @@ def _checksum(record: bytes) -> int:
 
 
 def _read_boot_id() -> bytes:
-    """Raises OSError if there is none."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
@@ -174,8 +170,7 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
         return
 
 
-class _BrokenRecord(Exception):
-    """The record is incomplete, damaged, or of a later version."""
+class _BrokenRecord(Exception): ...
 
 
 class _LegacyTokenRecord(NamedTuple):
@@ -189,7 +184,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """Yields the older half's records first. Raises _BrokenRecord."""
+    """Yields the older half's records first."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
@@ -207,17 +202,15 @@ def _read_records(content: bytes) -> Iterator[_AnyRecord]:
 
 
 def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensRecord | StepTokensRecord:
-    """Raises _BrokenRecord."""
     if _checksum(record) != check:
         raise _BrokenRecord
     try:
         return _decode_record(record)
-    except msgspec.MsgspecError:  # of a later version
+    except msgspec.MsgspecError:
         raise _BrokenRecord from None
 
 
 def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRecord:
-    """Raises _BrokenRecord."""
     if offset + _LEGACY_TOKEN_RECORD.size > end:
         raise _BrokenRecord
     _, check, number, choice, position, token_id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)
@@ -231,7 +224,6 @@ class _LoggedCalls:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """Skips tokens of calls without a CallRecord."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

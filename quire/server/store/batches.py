@@ -84,9 +84,7 @@ class Batches:
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also deletes ended batches above MAX_ENDED_BATCHES. Returns False, and adds nothing, if the owner has
-        `max_open` open batches.
-        """
+        """Also deletes ended batches above MAX_ENDED_BATCHES."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -104,7 +102,6 @@ class Batches:
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Do nothing unless the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -149,7 +146,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Returns the newest first, and True if more follow; None if `after` is unknown."""
+        """Returns the newest first."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -220,7 +217,6 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """Returns at most 16 pairs of line number and result, with line numbers above `after`."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()
@@ -231,7 +227,6 @@ def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
 
 
 def _to_cancelling_or_raise(batch: Batch) -> Batch:
-    """Raises InvalidRequest."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return batch if batch.status == "cancelling" else with_batch_status(batch, "cancelling")

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPEN_BATCHES_KEY = "open"
-"""Key of `counts` for the number of open batches. Ended processes do not contribute to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +11,6 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
-    """Stored bytes by kind."""
     counts: Mapping[str, int]
     """Sums over all processes, including ended ones, except for OPEN_BATCHES_KEY."""
     refusal: str

@@ -22,9 +22,7 @@ ROW_OVERHEAD_BYTES = 256
 """Added to each row's size, so that limits in bytes also limit the number of rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
 _AUTOCHECKPOINT_PAGES = 16_384
-"""A commit copies the write-ahead log into the file when the log has this many pages, which happens if `checkpoint`
-runs too rarely or readers block it.
-"""
+"""A commit copies the write-ahead log into the file when the log has this many pages."""
 _CHUNK_ROWS = 500
 
 
@@ -49,7 +47,6 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """Error of the last write; empty if it succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -60,7 +57,6 @@ class Database:
             self._file_identity = _file_identity(folder / DATABASE_FILE)
             self._connection = self._open_connection()
             self.was_upgraded = prepare_database(self._connection, ROW_OVERHEAD_BYTES)
-            """True if an earlier version wrote the file."""
             self._connection.execute(f"pragma wal_autocheckpoint = {_AUTOCHECKPOINT_PAGES}")
             self._connection.execute("pragma journal_size_limit = 0")  # shrinks the log's file to its content
             self._checkpointer = self._open_connection()
@@ -82,7 +78,6 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copies a long write-ahead log into the file and syncs it, while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -116,7 +111,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """Returns why writes fail now, or "". After a failed write, tries again."""
+        """After a failed write, tries again."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written
@@ -133,7 +128,7 @@ class Database:
 
 
 class _TicketLock:
-    """A lock that threads get in the order of their requests. With threading.Lock, one thread can starve the others."""
+    """With threading.Lock, one thread can starve the others."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -168,9 +163,9 @@ def query_page(
     newest_first: bool,
     is_shown: Callable[[Any], bool] = lambda row: True,
 ) -> tuple[list[Any], bool] | None:
-    """Returns at most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
-    `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id.
-    `is_shown` filters rows after they are read, _CHUNK_ROWS at a time, so that the database is never locked for long.
+    """Returns rows without `created` and `id`, and True if more follow; None if `after` is unknown. `query`: `select
+    created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id. `is_shown` filters
+    rows after they are read, _CHUNK_ROWS at a time, so that the database is never locked for long.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")
@@ -195,7 +190,6 @@ def query_page(
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """(device, inode); None if missing."""
     try:
         status = path.stat()
     except OSError:

@@ -11,13 +11,10 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Maximum rows that a transaction deletes, or inserts for a large object."""
 MAX_TRANSACTION_BYTES = 512 << 10
 """Maximum bytes of the rows that a transaction deletes or inserts, except that a single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Maximum objects that a transaction deletes. It is smaller than MAX_TRANSACTION_ROWS, because each object has several
-index entries.
-"""
+"""Smaller than MAX_TRANSACTION_ROWS, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
@@ -31,7 +28,7 @@ class Garbage:
         self.sizes = BytesByOwner({"": int(size)} if size else {})
         """All bytes count for the owner ""."""
         self._unpublished_numbers: set[int] = set()
-        """Numbers of the entries whose items are still being written. These items must not be purged."""
+        """The items of these entries are still being written, and must not be purged."""
 
     @property
     def garbage_bytes(self) -> int:
@@ -95,7 +92,7 @@ class UnpublishedItems:
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
-        """Number of the garbage entry; 0 until the first insert."""
+        """0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """Call this in the inserting transaction."""
@@ -113,7 +110,6 @@ class UnpublishedItems:
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """Returns the bytes freed, and whether no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -133,7 +129,6 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """Return the positions of the first rows that fit the limits, and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

@@ -34,7 +34,6 @@ class StoredItem(NamedTuple):
 class ConversationLimits(NamedTuple):
     max_items: int
     max_bytes: int
-    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
@@ -45,7 +44,6 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
-    """Fields that can be read without parsing `data`."""
     data: bytes
 
 
@@ -70,7 +68,6 @@ class ObjectToStore:
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
-    """True while the response is being generated."""
 
 
 class Store:
@@ -147,7 +144,6 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Return the conversation's JSON; None if the conversation is unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -160,7 +156,6 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
-        """Returns None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
@@ -205,7 +200,7 @@ class Store:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """Marks as failed a response that no process can continue. Its items stay."""
+        """The response's items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
@@ -223,7 +218,7 @@ class Store:
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Deletes the object and returns its `created`; None if the object is unknown. Call this in a transaction."""
+        """Call this in a transaction."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -328,7 +323,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """Returns the key of the object's items. If the object is unknown, returns "", which is no item's key."""
+    """If the object is unknown, returns "", which is no item's key."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

@@ -21,7 +21,7 @@ EXPIRY_PAUSE_SECONDS = 60.0
 
 
 class ResponseRetention:
-    """Deletes old responses. Those that an earlier version stored count as created at the upgrade."""
+    """Responses that an earlier version stored count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
         """`seconds`: maximum age; 0: unlimited."""
@@ -36,9 +36,7 @@ class ResponseRetention:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Runs one transaction. Returns False if no response is due any more. Deletes the newest first, because a
-        response stays while a later one continues it; so one pass deletes a whole chain of responses.
-        """
+        """Deletes the newest first, so one pass deletes a whole chain of responses."""
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
             return False
@@ -70,8 +68,8 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """Returns the newest first. Uses two queries, because for `(created, rowid) < (?, ?)` SQLite would visit all rows
-    with that `created`, such as all that an earlier version stored.
+    """Uses two queries, because for `(created, rowid) < (?, ?)` SQLite would visit all rows with that `created`, such
+    as all that an earlier version stored.
     """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
@@ -100,9 +98,7 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Runs several transactions. Returns True if more data is due. While another call runs, does nothing and
-        returns False.
-        """
+        """While another call runs, does nothing and returns False."""
         if not self._mutex.acquire(blocking=False):
             return False
         try:
