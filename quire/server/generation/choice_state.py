@@ -31,13 +31,10 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the id from stop_token_ids, that ended the choice."""
     token_ids: Sequence[int] = ()
-    """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """Set only in a choice's first delta."""
+    """Set only in a choice's first delta, as `prompt_logprobs`."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """Set only in a choice's first delta. The first token's entry is None."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -50,7 +47,6 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """Why prompt tokens were not cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """The generation sets this field, `end_reason`, `first_token_time` and `last_token_time`."""
@@ -79,7 +75,6 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """True if all deltas except the last have only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -96,7 +91,6 @@ class ChoiceState:
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """Returns None if there is nothing to send yet."""
         output, repeats = self._cut_prompt_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -133,9 +127,6 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_prompt_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Drops the token of a prompt-only request, and tokens after a repetition. Also returns True if a repetition
-        ends the answer.
-        """
         if self._prompt_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -161,7 +152,6 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
-        """Returns tokens that start in the delta's text, if log probabilities were requested."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -204,7 +194,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """Drops alternatives beyond the first `top`, because the engine may report more for another part of the request."""
+    """The engine may report more alternatives for another part of the request."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
@@ -213,15 +203,12 @@ REPETITION_STOP_REASON = "repetition_detected"
 
 class RepetitionDetector:
     def __init__(self, rule: RepetitionRule, min_tokens: int) -> None:
-        """Repetitions within the first `min_tokens` tokens are ignored."""
         self._rule = rule
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """Cuts the output after the token that completes a repetition, and returns True if there is one. A token that
-        ends the answer anyway is not checked, and keeps its own finish reason.
-        """
+        """A token that ends the answer anyway is not checked, and keeps its own finish reason."""
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
             if used == len(output.new_ids) and output.finish_reason is not None:
@@ -242,5 +229,4 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """True if the last `length` tokens have this period."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

@@ -11,9 +11,7 @@ Result = TypeVar("Result")
 
 
 class EventLoopWorkPacer:
-    """Lets other tasks run between pieces of work that take milliseconds: `async with pacer:` runs one block per turn
-    of the event loop.
-    """
+    """`async with pacer:` runs one block per turn of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()

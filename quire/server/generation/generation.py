@@ -29,9 +29,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    """None if reasoning is not parsed."""
     metrics: Mapping[str, float | None] | None = None
-    """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
     first_token_time: float | None = None
     """`time.monotonic()`."""
@@ -42,7 +40,6 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """Tokens that had to be computed again, the main reason, and the seconds. Empty if there are none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))
@@ -65,9 +62,7 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Uses vLLM's names. The engine's first step for the request ends the queue time. All values are None before the
-    first token.
-    """
+    """Uses vLLM's names. The engine's first step for the request ends the queue time."""
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
     last = timeline.last_token_at
@@ -153,7 +148,6 @@ class Generation(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """None with several choices, or if the request does not ask for timings."""
         return None
 
     @property
@@ -163,9 +157,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """Returns the answers with the highest mean log probability per token, `num_returned` per prompt, with new
-        indices.
-        """
+        """Returns the answers with the highest mean log probability per token."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -177,7 +169,6 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """After a prompt's last choice, also records the prompt in the metrics."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(
@@ -206,10 +197,7 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 
 class RunningGeneration(Generic[GenerationType]):
-    """A generation with callbacks for its end, which admission, receipts and durability add."""
-
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder`: None without a receipt, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []
@@ -228,7 +216,6 @@ class RunningGeneration(Generic[GenerationType]):
         self._end_callbacks.append(callback)
 
     def close(self) -> None:
-        """Runs the callbacks once, and closes the generation each time."""
         self.generation.close()
         callbacks, self._end_callbacks = self._end_callbacks, []
         for callback in callbacks:

@@ -10,7 +10,7 @@ from quire.server.generation.resolved_request import LineRule
 
 
 class LineLimiter:
-    """Applies a LineRule to one answer's deltas, which must have token offsets."""
+    """The deltas must have token offsets."""
 
     def __init__(self, rule: LineRule) -> None:
         self._rule = rule
@@ -39,7 +39,6 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
-        """Returns the answer's length in `text` and the position of the character that ends it, or None."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

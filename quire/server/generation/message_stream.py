@@ -14,13 +14,11 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Number of last characters in which a stop string is located. Only text that parsers hold back can follow it."""
+"""Number of last characters in which a stop string is located."""
 
 
 class MessageDeltaStream:
-    """Parses an answer's message. With stop strings it reads token by token, so that the end does not depend on how
-    tokens are grouped.
-    """
+    """With stop strings it reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
         """`text` must not have stop strings itself."""
@@ -33,7 +31,6 @@ class MessageDeltaStream:
         self._raw_tail = ""
         self._text_length = 0
         self._decided_length = 0
-        """Number of leading characters that cannot be part of a stop string."""
         self._pending_offsets: list[int] = []
 
     @property
@@ -44,7 +41,7 @@ class MessageDeltaStream:
         return reason if self._has_dropped_calls else self._parser.finish_reason(reason)
 
     def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
-        """Returns the used tokens as a text delta, whose text is to be ignored, and the message's new text."""
+        """The text delta's text is to be ignored."""
         if self._stop_strings is None:
             delta = self._text_stream.push_output(output)
             final = output.finish_reason is not None
@@ -88,7 +85,6 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Returns offsets of tokens that cannot belong to a stop string, and holds back others."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)

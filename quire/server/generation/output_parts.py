@@ -12,7 +12,7 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Limit for a whole answer, or for a stream that repeats them at the end. So many take about 140 MB."""
+"""Limit for a whole answer, or for a stream that repeats them at the end. This many take about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
 
 
@@ -40,7 +40,7 @@ class OutputParts:
         self._pending_tokens: list[AnswerToken] = []
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """Yields (part, piece). A new part ends the previous one."""
+        """A new part ends the previous one."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
@@ -95,18 +95,14 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts the log probabilities that are held in memory for whole answers, and for streams that repeat them at the
-    end.
-    """
-
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}
         self._total_logprobs = 0
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Yields a function that counts the log probabilities of a step. It raises InvalidRequest if this call holds
-        too many, and Overloaded if all calls together do and this one holds the most.
+        """The yielded function raises InvalidRequest if this call holds too many, and Overloaded if all calls together
+        do and this one holds the most.
         """
         call_key = object()
         self._logprobs_by_call[call_key] = 0
@@ -135,7 +131,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """Returns choices by index. `count_step` may raise."""
+    """Returns choices by index."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

@@ -21,8 +21,6 @@ QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """A question that one token answers."""
-
     type: QuestionType
     name: str | None
     options: Sequence[str | bool]
@@ -36,12 +34,10 @@ class ResponsesApiFields:
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Maps a tool's name to its namespace and its name in the namespace."""
     encrypts_reasoning: bool = False
-    """True if reasoning items also carry encrypted_content."""
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
     cache_for_websocket: bool = False
-    """Keeps the response in memory for the WebSocket's next request."""
     previous_id: str | None = None
     conversation_id: str | None = None
     continues_unstored_response: bool = False
@@ -52,11 +48,10 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """None if only ids are known. `echo` needs the text."""
+    """None if only ids are known."""
     offsets: Sequence[int] = ()
     """Position of each id in `text`, in characters. May be empty."""
     spans: tuple[MediaSpan, ...] = ()
-    """Ranges of the ids that are placeholders of images."""
     images: tuple[Image, ...] = ()
     """The images that the spans refer to, each once."""
     adaptations: str = ""
@@ -64,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """vLLM's repetition_detection: an answer ends when its last tokens are `min_count` repetitions of one pattern."""
+    """vLLM's repetition_detection."""
 
     max_pattern_size: int
     """In tokens; 0 disables the rule."""
@@ -90,7 +85,6 @@ class Caller:
     cache_salt: str = ""
     """Made from the body's salt and the tenant."""
     adapter: Adapter | None = None
-    """None if the model name is not an adapter's."""
     chosen_id: str = ""
     include_receipt: bool = False
     record_receipt: bool = False
@@ -98,9 +92,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """What stays the same if an answer is computed again. The station `identify` sets it, from the earlier attempt if
-    there is one.
-    """
+    """The station `identify` sets it, from the earlier attempt if there is one."""
 
     id: str
     """Unique; prefix of the engine request ids."""
@@ -109,14 +101,13 @@ class AnswerIdentity:
     created: int = 0
     """Unix time in seconds."""
     seed: int | None = None
-    """The body's seed, or one that was drawn so that the answer can be computed again."""
+    """The body's seed, or a drawn one."""
     resumable: bool = False
     """True if events are numbered and reproducible, because each token is a step."""
     num_earlier_attempts: int = 0
     cache_diagnosis: CacheDiagnosis | None = None
-    """Comparison with an earlier answer's prompt, if the body asks for it."""
     ignored_headers: str = ""
-    """Request headers without effect, comma-separated."""
+    """Comma-separated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +187,9 @@ class GenerationRequest(ResolvedRequest):
     params: SamplingParams
     """Without the grammar and drawn seed, which `sampling_params` adds."""
     num_returned: int
-    """Number of choices per prompt, at most n, that a whole answer returns. These are the most likely ones."""
+    """Number of choices per prompt, at most n, that a whole answer returns."""
     session_id: str = ""
     keep_seconds: float = 0.0
-    """Seconds for which the conversation's KV blocks are kept."""
     checked_grammar: CheckedGrammar | None = None
 
     beam_search: bool = False
@@ -212,25 +202,21 @@ class GenerationRequest(ResolvedRequest):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Each stream event has the usage so far."""
     echo: bool = False
     prompt_only: bool = False
     """Drop the one token that the engine must generate."""
     logprobs: bool = False
     prompt_logprobs: int | None = None
-    """Number of alternatives per prompt token. None omits the field from the answer."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
-    """Adds timings to the usage; only with one choice."""
+    """Only with one choice."""
     body_receipt: bool = False
     allows_receipt: bool = True
     responses_fields: ResponsesApiFields | None = None
     fingerprint: PromptFingerprint | None = None
     """The prompt's fingerprint, still without the model. None if later prompts cannot be compared with this one."""
     comparison_id: str = ""
-    """Id of the earlier answer whose prompt is compared with this one."""
     questions: Sequence[OptionQuestion] = ()
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
@@ -239,7 +225,6 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Includes the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 
@@ -262,7 +247,6 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """Counts each prompt once, regardless of `n`."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
@@ -271,7 +255,6 @@ class GenerationRequest(ResolvedRequest):
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One engine request per choice, in index order."""
         params = self.sampling_params
         single_params = msgspec.structs.replace(params, n=1)
         num_attempts = self.answer_identity.num_earlier_attempts
@@ -294,7 +277,6 @@ class GenerationRequest(ResolvedRequest):
         seed: int,
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
-        """`generated_ids` are appended to the prompt."""
         caller = self.authorized_caller
         return EngineCoreRequest(
             id=id,

@@ -87,7 +87,6 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
-        """Returns None if there is nothing to send yet."""
         choice = self._choices_by_id[output.id]
         if choice.is_finished:  # closed before this output was read
             return None

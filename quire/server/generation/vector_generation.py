@@ -39,7 +39,6 @@ class VectorRequest(ResolvedRequest):
         return sum(len(each.ids) for each in self.inputs)
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One engine request per input, in order."""
         caller = self.authorized_caller
         return [
             EngineCoreRequest(
@@ -65,7 +64,6 @@ VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
 
 class VectorGeneration:
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
-        """`outputs` belong to `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
@@ -102,7 +100,6 @@ class VectorGeneration:
         self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
-        """Raises EngineError if the output failed."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":

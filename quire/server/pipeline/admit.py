@@ -1,5 +1,5 @@
-"""Fifth station: checks for room in the queue and the API key's limits. Reserves tokens for the longest possible answer
-(server/access/rate_limits.py). `generate.py` settles the ticket with the actual number.
+"""Fifth station: checks for room in the queue and the API key's limits. Reserves tokens for the longest possible
+answer. `generate.py` settles the ticket with the actual number.
 """
 
 from __future__ import annotations

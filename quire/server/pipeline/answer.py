@@ -25,9 +25,7 @@ Resolution = ResolvedGeneration | VectorRequest | JsonReply
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises InvalidRequest, Overloaded and other errors of the stations. server/routes/error_handlers.py turns them
-    into responses.
-    """
+    """Raises InvalidRequest, Overloaded and other errors of the stations."""
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
     if isinstance(resolution, JsonReply):
@@ -68,7 +66,6 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """Sets the fields that the request needs before the engine starts."""
     resolved = authorize(request, await check_grammars(request, resolution))
     fresh = identify(resolved)
     if resolved.comparison_id:
@@ -79,7 +76,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Admits and submits the call, and persists it before its first event. The caller must close the result."""
+    """The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     if resolved.fingerprint is not None:
         record_prompt(request, resolved)

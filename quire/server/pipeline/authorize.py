@@ -86,7 +86,6 @@ def _includes_receipt(request: Request, resolved: GenerationRequest) -> bool:
 
 
 def _find_adapter(request: Request, model_name: str) -> Adapter | None:
-    """Returns None if the name is the model's own. Raises ModelNotFound."""
     adapters, model = get_runtime(request).adapter_registry, get_model(request)
     if adapters is None or model_name in model.names:
         return None

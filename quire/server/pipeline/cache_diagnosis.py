@@ -1,4 +1,4 @@
-"""Compares prompts with those of earlier answers if a request asks for it (server/cache_diagnostics.py)."""
+"""Compares prompts with those of earlier answers if a request asks for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from quire.server.runtime.server_context import get_runtime, get_server_context
 
 
 async def diagnose_cache(request: Request, resolved: GenerationRequest) -> CacheDiagnosis:
-    """Compares the prompt with that of `comparison_id`. Answers of other API keys, cache salts or APIs are
-    not found.
-    """
+    """Answers of other API keys, cache salts or APIs are not found."""
     if (fingerprint := _fingerprint_with_model(request, resolved)) is None:
         return CacheDiagnosis("unavailable")
     earlier = None
@@ -33,7 +31,6 @@ def record_prompt(request: Request, resolved: GenerationRequest) -> None:
 
 
 def _fingerprint_with_model(request: Request, resolved: GenerationRequest) -> PromptFingerprint | None:
-    """Returns None if the request has no fingerprint, or the engine no prefix cache."""
     runtime, adapter = get_runtime(request), resolved.adapter
     if resolved.fingerprint is None or not runtime.info.caches_prefixes:
         return None

@@ -15,8 +15,8 @@ from quire.server.runtime.server_context import get_server_context
 
 @asynccontextmanager
 async def read_body(request: Request) -> AsyncIterator[BodyBuffer]:
-    """Receives and decompresses the body within limits. Its memory counts against the budget until the block ends.
-    Raises the errors of BodyReader.hold_request_body, and HTTPException if the client has left.
+    """The body's memory counts against the budget until the block ends. Raises the errors of
+    BodyReader.hold_request_body, and HTTPException if the client has left.
     """
     try:
         async with get_server_context(request).body_reader.hold_request_body(request) as body:

@@ -49,9 +49,8 @@ async def resolve_body(
     *,
     extra_bytes: int = 0,
 ) -> Resolution:
-    """`keep_body` receives the body in chunks. `extra_bytes`: size of the resolver's other input. The result's memory
-    counts until the request is answered (server/access/memory_lease.py). Raises the errors of `resolve`, read_body,
-    WorkerPool.run_job and MemoryLease.grow_lease.
+    """`extra_bytes`: size of the resolver's other input. The result's memory counts until the request is answered.
+    Raises the errors of `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)
@@ -62,7 +61,7 @@ async def resolve_body(
 
 
 async def parse_request_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """Raises the errors of `resolve_body`, including InvalidRequest with the field's name."""
+    """Raises the errors of `resolve_body`."""
     return await resolve_body(request, partial(parse_body_as, body=body_type))
 
 
@@ -118,7 +117,6 @@ async def _resolve_here_or_in_worker(
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
-    """Raises the errors of ImageFetcher.fetch_images."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 

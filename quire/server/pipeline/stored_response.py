@@ -42,14 +42,12 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
-    """None if the server stores nothing."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
     response_cache: ResponseCache | None = None
 
     async def store_ended_response(self) -> None:
-        """Stores the response, adds its items to the conversation, and caches them for the WebSocket's next request."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.response_cache is not None and fields.cache_for_websocket and writer.status in ENDED_STATUSES:

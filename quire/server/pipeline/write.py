@@ -19,7 +19,7 @@ from quire.server.runtime.server_context import get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""Header with the version of the weights at the last token or, for a stream, at its start."""
+"""The version of the weights at the last token or, for a stream, at its start."""
 MAX_INLINE_NUMBERS = 2**14
 """Answers with more numbers are written in a thread, because their JSON takes milliseconds."""
 
@@ -37,8 +37,8 @@ async def write_answer(
     *,
     reader_grace: float = 0.0,
 ) -> Response:
-    """Awaits `on_written` before the last part is sent. `reader_grace`: seconds that a stream continues without its
-    reader. Raises EngineError if the engine fails an answer that is not streamed.
+    """Awaits `on_written` before the last part is sent. Raises EngineError if the engine fails an answer that is not
+    streamed.
     """
     if running.generation.request.stream:
         return _write_stream(request, running, writer, durable, on_written, reader_grace)
@@ -146,8 +146,8 @@ async def stream_events(
     on_written: EndCallback,
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Yields events. Unless the stream repeats its log probabilities at the end, steps that arrive while the reader
-    waits are written directly to `transport`, except the first and the last.
+    """Unless the stream repeats its log probabilities at the end, steps that arrive while the reader waits are written
+    directly to `transport`, except the first and the last.
     """
     generation = running.generation
     resolved = generation.request
@@ -184,7 +184,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Writes steps to the transport. It has few fields, because touching memory costs more than the work per token."""
+    """It has few fields, because touching memory costs more than the work per token."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

@@ -11,11 +11,11 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Header that names objects in schemas that still allow undeclared properties, because it cannot be decided which
-properties to forbid.
+"""Names objects in schemas that still allow undeclared properties, because it cannot be decided which properties to
+forbid.
 """
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Header that names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
+"""Names tools whose calls follow only part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 
@@ -25,12 +25,10 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """True for a chat, whose grammar must allow the delimiters around content."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
-        """Returns (parameter, grammar) pairs to check. Answers match the last grammar. An empty list allows any text.
-        If a tool must be called, a requested format is ignored. If tools may be called, an answer is either calls or
-        content in that format.
+        """Returns (parameter, grammar) pairs to check. If a tool must be called, a requested format is ignored. If
+        tools may be called, an answer is either calls or content in that format.
         """
         first: list[tuple[str, Grammar]] = []
         delimiters = model.chat_formats.content_delimiters if self.has_content_delimiters else None

@@ -35,7 +35,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Returns the number of token ids per answer, keyed by field. 16 characters of a grammar count as one id."""
+    """16 characters of a grammar count as one id."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
@@ -79,7 +79,6 @@ def check_json_no_surrogates(value: Any, param: str) -> None:
 
 
 def check_prompt_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
-    """A prompt needs at least one token and room for another."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) >= max_model_len:

@@ -36,7 +36,7 @@ def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool
 
 
 def input_pattern(grammar: InputGrammar) -> str:
-    """Returns a pattern for the whole input. Raises InvalidRequest if the grammar is not regular."""
+    """Raises InvalidRequest if the grammar is not regular."""
     regex = lark_to_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
     return f"^(?:{regex})$"
 

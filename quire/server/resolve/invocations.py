@@ -34,9 +34,7 @@ RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], ResolvedGen
 def resolve_invocation(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | VectorRequest:
-    """A body with messages is a chat, one with prompt a completion, one with query a ranking, and one with text_1 or
-    queries a score. A body with input asks for embeddings or labels, depending on the model.
-    """
+    """A body with input asks for embeddings or labels, depending on the model."""
     body = read_json_object(body_bytes)
     kinds = {kind for name, kind in KIND_BY_FIELD.items() if body.get(name) is not None}
     if len(kinds) != 1:

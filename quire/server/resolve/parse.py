@@ -37,7 +37,6 @@ def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
 
 
 def parse_body_as(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, body: type[BodyType]) -> BodyType:
-    """A resolver: see server/pipeline/resolve.py."""
     return parse_body(body_bytes, body)
 
 
@@ -87,8 +86,8 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
 
 
 def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
-    """Returns a path such as messages[0].role, and the value there. For a missing field, the value is that of the
-    object that lacks the field. Omits the names of union members, which pydantic adds.
+    """For a missing field, the value is that of the object that lacks the field. Omits the names of union members,
+    which pydantic adds.
     """
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []
@@ -104,9 +103,7 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """True if `part` names a member of a union, and not the field of `parent` that has the same name. Then `after` is a
-    field of `parent`, and not of `parent[part]`.
-    """
+    """True if `part` names a member of a union, and not the field of `parent` that has the same name."""
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 
@@ -131,7 +128,6 @@ def _unsupported_tool_message(kind: object) -> str:
 
 
 def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:
-    """Returns `; did you mean …?` for a field or word that is close to a known one, or ""."""
     if detail["type"] == "literal_error":
         hint = suggest_nearest(value.lower(), _QUOTED_WORD.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""

@@ -90,7 +90,6 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """Returns the numbers per vector if each token has a vector, otherwise None."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size
@@ -217,7 +216,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """Without a name, returns the model's default prompt, or "". Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name
@@ -235,7 +234,6 @@ def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
 
 
 def check_pooling_input_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """A prompt needs at least one token, and may fill the context."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) > model.context_length:

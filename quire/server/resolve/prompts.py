@@ -78,9 +78,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 def list_inputs(field_value: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
-    """Lists a field's inputs: a text, a list of token ids, or several of these. Raises InvalidRequest if there are
-    none.
-    """
+    """Raises InvalidRequest if there are none."""
     if isinstance(field_value, str):
         return [field_value]
     ids = [one for one in field_value if isinstance(one, int)]
@@ -98,7 +96,6 @@ def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
 
 
 def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """Keeps texts as given, and decodes token ids with their special tokens."""
     echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
@@ -120,8 +117,7 @@ def build_infill_ids(
     param: str = "suffix",
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens. `extra_ids` are
-    those of other files, which come first. Raises InvalidRequest, which names `param`, if the tokenizer lacks the
-    marks.
+    those of other files, which come first. Raises InvalidRequest if the tokenizer lacks the marks.
     """
     begin = [*tokenizer.encode("", add_special_tokens=add_special_tokens), *extra_ids]
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -160,9 +156,7 @@ def build_chat_prompt(
 
 
 def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
-    """Builds the prompt from `kv_transfer_params.prompt_token_ids`, which another server computed from the messages.
-    Raises InvalidRequest for images and `echo`, for ids outside the vocabulary, and if the prompt is too long.
-    """
+    """Another server computed these ids from the messages. Raises InvalidRequest."""
     if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
@@ -171,7 +165,7 @@ def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequenc
 
 
 def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
-    """Truncates if the request asks for it. Raises InvalidRequest if the prompt is too long."""
+    """Raises InvalidRequest if the prompt is too long."""
     prompt = truncate_prompt(
         Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
     )
@@ -199,7 +193,7 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """Used for models that give images their own vectors. Accepts exactly one text or image."""
+    """Accepts exactly one text or image."""
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model embeds one text or one image, and these are {len(parts)}"
@@ -263,7 +257,6 @@ def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def final_message_text(body: ChatRequest, text: str) -> str:
-    """Strips the text if the template has stripped it."""
     final = str(normalize_message(body.messages[-1].to_template_message())["content"])
     return final if text.endswith(final) else final.strip()
 
@@ -348,7 +341,6 @@ def adaptation_summary(conversation: RenderedConversation) -> str:
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
     """Rejects much too long texts early. Slices together have about as many tokens as the text. Raises
     ContextLengthExceeded if they exceed the context by over 10 % and one token per slice, more than the cuts can add.
-    Tokenizing the whole text finds smaller excesses.
     """
     if len(text) <= SLICE_CHARACTERS:
         return
@@ -367,7 +359,6 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def split_into_slices(text: str) -> Iterator[str]:
-    """Cuts before the last space of a slice, if its second half has one."""
     start = 0
     while len(text) - start > SLICE_CHARACTERS:
         space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)

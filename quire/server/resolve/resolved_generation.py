@@ -36,17 +36,12 @@ class AnswerForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What a resolver decides about the answer besides the prompts and the sampling parameters."""
-
     headers: Mapping[str, str]
-    """Response headers that the resolver adds, such as the one that names ignored parameters."""
     logprobs: bool
-    """The answer shows log probabilities. The engine may compute them without this."""
+    """The engine may compute log probabilities without this."""
     message_format: RequestMessageFormat | None = None
-    """How a chat's text divides into thinking, calls and content. If None, all of it is content."""
     echo: bool = False
     prompt_only: bool = False
-    """The prompt is processed, and the answer has no generated tokens."""
     line_rule: LineRule | None = None
     questions: Sequence[OptionQuestion] = ()
 
@@ -58,9 +53,8 @@ class RequestGrammars:
     grammar.
     """
     weakenable: AnswerGrammar | None = None
-    """What the last grammar is made from, if a weaker one may replace it when it does not compile. Otherwise None."""
+    """What the last grammar is made from, if a weaker one may replace it when it does not compile."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
-    """Response headers that name schemas which the grammar does not enforce in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +74,7 @@ class ResolvedGeneration:
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
-        """The last grammar. Only GrammarChecker may use this, after it has accepted the grammar."""
+        """Only GrammarChecker may use this, after it has accepted the grammar."""
         param, grammar = self.grammars.to_check[-1]
         return CheckedGrammar(param, grammar, self.grammars.schema_headers)
 
@@ -100,10 +94,8 @@ def build_generation(
     options: AnswerOptions,
     grammars: RequestGrammars,
 ) -> ResolvedGeneration:
-    """Build a request from a body and what a resolver made of it. `model` is the name that the answer shows.
-
-    Raises InvalidRequest for beam search with a grammar, and for prompt log probabilities or copied parameters that are
-    too large.
+    """Raises InvalidRequest for beam search with a grammar, and for prompt log probabilities or copied parameters that
+    are too large.
     """
     to_check = grammars.to_check
     check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))

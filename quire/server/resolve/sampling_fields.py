@@ -28,9 +28,7 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Defaults are the model's, from generation_config.json unless --generation-config or --override-generation-config
-    changes them. Raises InvalidRequest, NeedsWorker.
-    """
+    """Defaults are the model's. Raises InvalidRequest, NeedsWorker."""
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None
@@ -78,9 +76,7 @@ def resolve_sampling_params(
 
 
 def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
-    """Returns None for None, which means as many as the context holds. Raises InvalidRequest above the context, unless
-    `clip`.
-    """
+    """Returns None for None, which means as many as the context holds."""
     if max_tokens is None:
         return None
     if max_tokens > context and not clip:
@@ -92,7 +88,6 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
-    """Empty unless max_tokens exceeds the context."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 

@@ -24,9 +24,8 @@ def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConf
 def resolve_warm_request(
     session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """Generates one token, which is discarded. The engine recognizes the conversation by its tokens. The conversation's
-    KV blocks are kept for the body's session_ttl or, without it, for as long as the conversation's last request asked.
-    Raises ModelNotFound if the adapter is gone.
+    """Generates one token, which is discarded. The conversation's KV blocks are kept for the body's session_ttl or,
+    without it, for as long as the conversation's last request asked. Raises ModelNotFound if the adapter is gone.
     """
     ids = turn.token_ids[: model.context_length - 1]
     fields = {

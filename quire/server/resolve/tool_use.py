@@ -39,13 +39,12 @@ class RequestTools:
     """None if calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Tools whose input is a function's only argument."""
     required_tools: Sequence[Tool] = ()
     """The answer must call one of these. If empty, the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
     """Tools whose calls follow the schema exactly, even if calling is optional."""
     constrains_all_calls: bool = False
-    """True if all calls have the call format and name a tool, even if calling is optional and no tool is strict."""
+    """True if all calls have the call format and name a tool."""
     allows_parallel: bool = True
     closes_objects: bool = True
     """True if schema objects with `properties` but no additionalProperties allow no other properties."""
@@ -79,9 +78,7 @@ class RequestTools:
         return replace(self, weakening_levels={**self.weakening_levels, **levels})
 
     def build_tool_grammar(self, tokenizer: Tokenizer, *, calls_only: bool = False) -> Grammar | None:
-        """Returns None if any answer is allowed. `calls_only`: no text is allowed. Raises InvalidRequest for a strict
-        tool without a possible grammar.
-        """
+        """Returns None if any answer is allowed. Raises InvalidRequest for a strict tool without a possible grammar."""
         constrains_arguments = self.required_tools or self.strict_tool_names or calls_only
         if self.tool_format is None or not (constrains_arguments or self.constrains_all_calls):
             return None
@@ -161,7 +158,7 @@ def resolve_request_tools(
 
 
 def _make_tools(specs: Sequence[ToolSpec], strict: Collection[str]) -> dict[str, Tool]:
-    """`strict`: names of tools whose schemas are not repaired. Raises InvalidRequest."""
+    """`strict`: names of tools whose schemas are not repaired."""
     tools: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
         function = spec.function
@@ -173,7 +170,6 @@ def _make_tools(specs: Sequence[ToolSpec], strict: Collection[str]) -> dict[str,
 
 
 def _choose_required_tools(choice: ToolChoice, tools_by_name: Mapping[str, Tool]) -> list[Tool]:
-    """Returns the tools of which one must be called, or none if no call is required. Raises InvalidRequest."""
     if isinstance(choice, NamedFunction | NamedCustomTool):
         _check_is_tool(choice.name, tools_by_name)
         return [tools_by_name[choice.name]]
@@ -190,8 +186,8 @@ def _check_is_tool(name: str, tools_by_name: Mapping[str, Tool]) -> None:
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:
-    """Converts custom tools to functions. If `format` is None, their grammars are not enforced. Raises InvalidRequest
-    if calls cannot follow a custom tool's grammar.
+    """If `format` is None, their grammars are not enforced. Raises InvalidRequest if calls cannot follow a custom
+    tool's grammar.
     """
     function_specs = []
     for index, spec in enumerate(tools):

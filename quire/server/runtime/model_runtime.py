@@ -30,7 +30,7 @@ def _make_fetch_semaphore() -> FairSemaphore:
 
 @dataclass(slots=True)
 class ModelRuntime:
-    """A loaded model and its services. The scope of the model's requests contains it as `runtime`."""
+    """The scope of the model's requests contains it as `runtime`."""
 
     model: ServedModel
     """Replaced when the weights change. No other field changes."""
@@ -48,7 +48,6 @@ class ModelRuntime:
     grammar_checker: GrammarChecker
     loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
-    """None if no adapters are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
@@ -73,6 +72,6 @@ class ModelRuntime:
         return ComputeIdentity(model_fingerprint, self.info.deterministic, repr(weights))
 
     def set_weights_version(self, version: str) -> None:
-        """Call this after a weight update. It gives the model a new fingerprint."""
+        """Call this after a weight update."""
         self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))

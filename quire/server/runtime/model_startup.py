@@ -37,9 +37,9 @@ async def open_runtime(
     folder: Path | None,
     launch_process: LaunchProcess = Child,
 ) -> AsyncIterator[ModelRuntime]:
-    """Yields a ready model. Its engine ends with the block. `client` must be launched, but not started. `modules`: see
-    load_served_model_spec. Adapters are stored below `folder`, or temporarily if it is None. Raises the errors of
-    client.engine_core.start(), open_adapter_registry and ServedModelSpec.build_served_model.
+    """The model's engine ends with the block. `client` must be launched, but not started. Adapters are stored below
+    `folder`, or temporarily if it is None. Raises the errors of client.engine_core.start(), open_adapter_registry and
+    ServedModelSpec.build_served_model.
     """
     config = source.config
     model_before_start = await asyncio.to_thread(source.build_served_model)
@@ -104,7 +104,6 @@ def _make_weights_group(client: EngineClient) -> WeightsGroup:
 
 
 def _open_receipt_log(config: ServerConfig) -> ReceiptLog | None:
-    """Raises ConfigError."""
     if config.receipt_log is None:
         return None
     return ReceiptLog(config.receipt_log, int(config.receipt_log_size * 2**30))

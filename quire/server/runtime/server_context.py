@@ -55,7 +55,6 @@ class ServerContext:
     gateways: TrustedGateways
     background: Background
     persistence: Persistence | None
-    """None without --data-dir."""
     metrics_registry: CollectorRegistry
     http_metrics: HttpMetrics
     body_reader: BodyReader

@@ -43,7 +43,7 @@ class ServerStartup:
     @asynccontextmanager
     async def open_server(self, app: FastAPI, http_metrics: HttpMetrics) -> AsyncIterator[None]:
         """Raises the errors of `open_models` and `open_stored_data`."""
-        async with AsyncExitStack() as exit_stack:  # closes in reverse order
+        async with AsyncExitStack() as exit_stack:
             if self.span_exporter is not None:
                 exit_stack.push_async_callback(asyncio.to_thread, self.span_exporter.flush_and_close)
             data = self.open_stored_data(self.config, self.link)

@@ -14,8 +14,6 @@ from quire.server.generation.resolved_request import GenerationRequest
 
 
 class AnswerWriter(ABC):
-    """Writes one call's answer as server-sent events or as one body."""
-
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._request = request
         self._tokenizer = tokenizer
@@ -32,7 +30,6 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """The receipt for `encode_with_raw_fields`; empty without one."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
@@ -47,25 +44,20 @@ class AnswerWriter(ABC):
         return b""
 
     @abstractmethod
-    def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """Write one step."""
+    def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Returns a bytes format for steps that add only text, whose only %b is the text's JSON. Returns None if there
-        is no such format.
-        """
+        """Returns a bytes format for steps that add only text, whose only %b is the text's JSON."""
         return None
 
     @abstractmethod
-    def last_events(self, usage: Usage) -> bytes:
-        """Called after the last step."""
+    def last_events(self, usage: Usage) -> bytes: ...
 
     def error_event(self, error: Exception) -> bytes:
         return encode_openai_stream_error(error)
 
     @abstractmethod
-    def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        """Write a whole answer."""
+    def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes: ...
 
 
 WriterFactory = Callable[[GenerationRequest, Tokenizer, str], AnswerWriter]
@@ -116,5 +108,4 @@ class OutputPartWriter(AnswerWriter):
         """`piece` may be empty."""
 
     @abstractmethod
-    def part_end_events(self) -> bytes:
-        """Returns b"" if no part is open."""
+    def part_end_events(self) -> bytes: ...

@@ -19,15 +19,12 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 
 
 class ChunkWriter(AnswerWriter):
-    """Constant bytes are encoded only once."""
-
     OBJECT_TYPE: ClassVar[str]
     BEFORE_TEXT: ClassVar[bytes]
     """Start of a choice with null token ids; %d is its index."""
     TEXT_KEY: ClassVar[bytes]
     """Not written if the choice's delta has no text."""
     AFTER_TEXT: ClassVar[bytes]
-    """Closes the object that holds the text."""
     UNFINISHED_FIELDS: ClassVar[bytes]
     """Follows AFTER_TEXT in deltas without log probabilities and finish reason."""
 
@@ -74,8 +71,7 @@ class ChunkWriter(AnswerWriter):
         return self._chunk_head + self._add_weights_version(b"[]" + fields + b"}" + EVENT_END) + DONE_EVENT
 
     @abstractmethod
-    def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Encodes one choice's delta."""
+    def choice_events(self, delta: ChoiceDelta) -> bytes: ...
 
     @abstractmethod
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
@@ -272,7 +268,6 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
-    """Includes the call's id and name only in its first delta."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -12,7 +12,7 @@ _SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive. Other arguments pass unchanged."""
+    """Extracts a custom tool's input from arguments {"input": "…"} as they arrive."""
 
     def __init__(self) -> None:
         self._unread = ""
@@ -47,14 +47,14 @@ class CustomInputDecoder:
                 at = escape.end()
             elif _PARTIAL_ESCAPE.match(text, at):
                 break
-            else:  # not an escape
+            else:
                 decoded.append(text[at])
                 at += 1
         self._unread = text[at:]
         return "".join(decoded)
 
     def _decode_code_unit(self, code: int) -> str:
-        """Decodes UTF-16. The first half of a surrogate pair is kept until the second half comes."""
+        """The first half of a surrogate pair is kept until the second half comes."""
         if 0xD800 <= code < 0xDC00:
             self._high_surrogate = chr(code)
             return ""

@@ -17,7 +17,7 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 
 ANY_SLOT = -1
-"""Slot number in answers. Requests have no slots here, because all of them run in the same steps."""
+"""Requests have no slots here, because all of them run in the same steps."""
 RANDOM_SEED = 2**32 - 1
 """llama.cpp reports this seed if the request's seed is -1."""
 
@@ -27,9 +27,7 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
-    """None if the answer does not repeat the prompt."""
     response_fields: Sequence[str] | None = None
-    """Paths of the fields to return. None returns all."""
     return_tokens: bool = False
 
 

@@ -17,7 +17,7 @@ TokenNamer = Callable[[int], str]
 def completion_logprobs(
     tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Lists have one entry per token. As in vLLM, top_logprobs begins with the sampled token."""
+    """As in vLLM, top_logprobs begins with the sampled token."""
     name = token_id_name if as_token_ids else tokenizer.token_display_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -44,7 +44,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """As in vLLM, returns a dict keyed by token id for each prompt token, but None for the first token."""
+    """As in vLLM, keyed by token id."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

@@ -20,11 +20,10 @@ from quire.server.generation.response_writers.messages import parse_tool_argumen
 from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
-"""The text's field: "message" for /api/chat, "response" for /api/generate."""
 
 
 class OllamaWriter(OutputPartWriter):
-    """Answers /api/generate. Calls are sent when complete."""
+    """Calls are sent when complete."""
 
     MEDIA_TYPE: ClassVar[bytes] = b"application/x-ndjson"
     SHAPE: ClassVar[OllamaShape] = "response"
@@ -108,7 +107,6 @@ def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Seq
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """Answers /api/embeddings (one prompt)."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 

@@ -39,7 +39,6 @@ class ResponsesWriter(OutputPartWriter):
         self._num_logprobs_sent = 0
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
-        """None until the response has ended."""
         self.status = "in_progress"
 
     def first_events(self) -> bytes:

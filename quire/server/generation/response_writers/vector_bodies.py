@@ -36,9 +36,7 @@ def embeddings_body(
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
-    """Answers /v1/embeddings and, with other names, /pooling. `vector_size`: numbers per vector if each token has a
-    vector, else None.
-    """
+    """`vector_size`: numbers per vector if each token has a vector, else None."""
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
         _encode_base64(each) if encoding == "base64" else _to_numbers(each, vector_size) for each in vectors
@@ -59,7 +57,6 @@ def _to_numbers(vector: np.ndarray, size: int | None) -> list[Any]:
 def cohere_embed_body(
     types: Sequence[str], texts: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """Answers /v2/embed."""
     embeddings_by_type = {kind: [_to_embedding_type(each, kind) for each in vectors] for kind in types}
     about = {"id": request.answer_id, "model": request.model, "response_type": "embeddings_by_type", "texts": texts}
     meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": request.prompt_tokens}}
@@ -67,7 +64,7 @@ def cohere_embed_body(
 
 
 def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
-    """`vector`: float32. `kind`: one of Cohere's embedding_types."""
+    """`vector`: float32."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":
@@ -79,7 +76,6 @@ def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
 def classification_body(
     names: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
-    """Answers /classify."""
     data = [
         {
             "index": index,
@@ -114,7 +110,7 @@ def rerank_body(
     *,
     cohere: bool,
 ) -> bytes:
-    """Answers /v1/rerank in Jina's form, or /v2/rerank in Cohere's. `top_n` 0 returns all."""
+    """`top_n` 0 returns all."""
     relevance_scores = pair_scores(pairs, vectors)
     ranked_indices = sorted(range(len(relevance_scores)), key=lambda index: (-relevance_scores[index], index))
     results: list[dict[str, Any]] = [

@@ -23,14 +23,12 @@ CallerFields = dict[str, str]
 """Maps the chat's field paths to the caller's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
-"""Key for the caller's field in turns and parts, until `merge_user_turns` removes it. Fields of the API have no such
-name.
-"""
+"""Key for the caller's field in turns and parts, until `merge_user_turns` removes it."""
 
 
 @contextmanager
 def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
-    """Renames fields in errors of the block, by `names` and the yielded dict, which `merge_user_turns` fills."""
+    """`merge_user_turns` fills the yielded dict."""
     caller_fields: CallerFields = {}
     try:
         yield caller_fields
@@ -53,7 +51,7 @@ def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> 
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """Replaces `param`, and all names with a dot. Other names may be ordinary words of the message."""
+    """Names without a dot may be ordinary words of the message."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)
@@ -78,13 +76,11 @@ def record_caller_field(turns: Sequence[ChatTurn], field: str) -> None:
 
 
 def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping[str, str]) -> ChatTurn:
-    """`names`: names of functions, keyed by call id."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 
 def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
-    """Merges consecutive user turns, whose contents are lists of parts."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":

@@ -1,4 +1,4 @@
-"""Fingerprints of what prompts are rendered from, for cache diagnostics (server/cache_diagnostics.py)."""
+"""Fingerprints of what prompts are rendered from, for cache diagnostics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT_SETTINGS = {
     "truncate_prompt_tokens",
     "truncation_side",
 }
-"""Fields of a chat that change its prompt. The vendors' diagnostics have no reason that names them."""
+"""The vendors' diagnostics have no reason that names these fields."""
 CACHE_CONTROL = {"cache_control"}
 """Not part of the prompt: clients move it from turn to turn."""
 MESSAGE_CACHE_CONTROL: Any = {"content": {"__all__": {"cache_control": True, "content": {"__all__": CACHE_CONTROL}}}}

@@ -36,9 +36,7 @@ MAX_ITEMS = 10_000
 MAX_ADDED_ITEMS = 1_000
 """Limit per request, because one transaction adds its items to a conversation."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""Limits of a conversation. A response reads its whole conversation, so the limit in bytes is the default limit of a
-body.
-"""
+"""A response reads its whole conversation, so the limit in bytes is the default limit of a body."""
 MAX_HISTORY_BYTES = 16 << 20
 MAX_INPUT_BYTES = 4 << 20
 """Limit for the items that a request stores, about the text of a million tokens."""
@@ -73,8 +71,6 @@ class CachedResponse:
 
 @dataclass(frozen=True, slots=True)
 class WebSocketHistory:
-    """What the next request on a WebSocket may continue without the store."""
-
     previous: CachedResponse | None
 
     @property
@@ -87,7 +83,7 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Returns the items of the response and all earlier responses, oldest first."""
+    """Oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -141,7 +137,6 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
 def load_referenced_items(
     folder: Path | None, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]
 ) -> dict[str, Any]:
-    """Finds items in `nearby_items`, and in the stored responses that made them."""
     known = {item["id"]: item for item in nearby_items}
     if folder is None:
         if missing := [id for id in ids if id not in known]:
@@ -169,9 +164,6 @@ def to_stored_items(
     in_conversation: bool = False,
     max_bytes: int | None = None,
 ) -> list[StoredItem]:
-    """Gives each item an id. `in_conversation`: True if items are added to a conversation. `max_bytes` defaults to
-    MAX_INPUT_BYTES.
-    """
     max_bytes = MAX_INPUT_BYTES if max_bytes is None else max_bytes
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
@@ -193,7 +185,6 @@ def to_stored_items(
 
 
 def to_cached_items(items: Sequence[InputItem]) -> list[StoredItem] | None:
-    """Returns None if the items exceed what a request may continue."""
     try:
         return to_stored_items(items, "input", max_bytes=MAX_HISTORY_BYTES)
     except InvalidRequest:

@@ -19,11 +19,8 @@ REPOSITORY_NAME = "myproject\n"
 """Same text as in llama.cpp, like the next two constants."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
-"""Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
-"""Tokens around the cursor, as many as llama.cpp's batch: up to 3/4 before it, up to 1/4 after it. At most half of the
-context is used.
-"""
+"""Tokens around the cursor, as many as llama.cpp's batch: up to 3/4 before it, up to 1/4 after it."""
 MAX_TOKEN_CHARACTERS = 32
 """A text is cut to this many characters per available token before tokenization, because more would not fit."""
 _GUARD = "\u263a"
@@ -31,9 +28,7 @@ _GUARD = "\u263a"
 
 
 def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
-    """Other files come first; their beginning is cut if they are too long. Raises InvalidRequest if the tokenizer has
-    no infill tokens, and ContextLengthExceeded for a long `prompt`.
-    """
+    """Raises InvalidRequest if the tokenizer has no infill tokens, and ContextLengthExceeded for a long `prompt`."""
     tokenizer = model.tokenizer
     for name in ("input_prefix", "input_suffix"):
         check_no_surrogates(getattr(body, name), name)
@@ -58,16 +53,13 @@ def build_infill_prompt(body: InfillRequest, model: ServedModel) -> list[int]:
 
 
 def infill_end_token_ids(model: ServedModel) -> list[int]:
-    """Tokens that end the answer, as in llama.cpp."""
     names = (*PAD_TOKENS, *REPOSITORY_TOKENS, *FILE_SEPARATOR_TOKENS)
     ids = [model.tokenizer.backend.token_to_id(name) for name in names]
     return [token_id for token_id in ids if token_id is not None and token_id < model.vocab_size]
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """Returns at most the last `limit` tokens. The limit does not depend on the open file, so edits of that file leave
-    this prefix cached.
-    """
+    """The limit does not depend on the open file, so edits of that file leave this prefix cached."""
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)
     pieces = [] if separator is None else [[separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]]
@@ -95,7 +87,7 @@ def _find_token(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
 
 
 def _encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Special tokens in source code are plain text. No space is added at the start."""
+    """Special tokens in source code are plain text."""
     return _remove_guard(
         tokenizer, encode_with_literal_texts(tokenizer, _guard(tokenizer) + text, [text], add_special_tokens=False)
     )

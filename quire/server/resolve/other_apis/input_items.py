@@ -29,8 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """`num_earlier`: number of items before the request's own. Merges consecutive user or system messages, and an
-    assistant's reasoning, text and calls before its tools' answers.
+    """Merges consecutive user or system messages, and an assistant's reasoning, text and calls before its tools'
+    answers.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
@@ -61,7 +61,6 @@ def turns_from_items(
 
 
 def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
-    """Returns the last turn if it is an assistant's and has none of `later_fields`. Otherwise adds a turn."""
     if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
         turns.append({"role": "assistant", "content": []})
     return turns[-1]

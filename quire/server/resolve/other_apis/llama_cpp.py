@@ -123,7 +123,6 @@ def _line_rule(body: LlamaCppBody) -> LineRule | None:
 
 
 def _sampler_fields(body: LlamaCppBody) -> dict[str, Any]:
-    """A sampler's field gets its neutral value if `samplers` lacks the sampler."""
     fields: dict[str, Any] = {}
     for sampler, (name, neutral) in SAMPLER_FIELDS.items():
         applies = body.samplers is None or sampler in body.samplers

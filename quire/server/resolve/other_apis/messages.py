@@ -162,9 +162,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """False without tokens that begin and end thinking. A budget is then ignored, because Anthropic's budget is only a
-    target.
-    """
+    """Without tokens that begin and end thinking, a budget is ignored, because Anthropic's budget is only a target."""
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
@@ -190,7 +188,6 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
 
 
 def system_texts(body: CountTokensRequest) -> list[str]:
-    """Leaves out empty texts and agents' billing line."""
     texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
     stripped_texts = (BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text for text in texts)
     return [text for text in stripped_texts if text]

@@ -114,12 +114,11 @@ def _resolve_chat_turns(
 
 
 def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
-    """Removes the tag `latest`, which Ollama's clients add."""
+    """Ollama's clients add the tag `latest`."""
     return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
 
 def strip_latest_tag(requested_name: str, names: Collection[str]) -> str:
-    """A name in `names` keeps its tag."""
     return requested_name if requested_name in names else requested_name.removesuffix(":latest")
 
 

@@ -147,7 +147,6 @@ def question_chat_request(
 
 
 def build_non_thinking_prompt(chat: ChatRequest, model: ServedModel) -> Prompt:
-    """Closes thinking that the template begins."""
     prompt, reasoning = build_chat_prompt(chat, model, None, trusted=False), model.chat_formats.reasoning_format
     if reasoning is None or not reasoning.starts_in_thinking(
         model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
