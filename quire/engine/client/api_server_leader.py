@@ -1,5 +1,5 @@
 """Shares one engine among several API processes. The leader owns the engine's client; the other processes use a
-SharedClient. The leader knows which process each open request belongs to, but stores no text.
+SharedClient.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 10.0
 _REMEMBER_SECONDS = 5.0
-"""Interval at which the leader asks for the LASTING counts, which would be lost when an API process ends."""
+"""The LASTING counts would be lost when an API process ends."""
 
 
 class ApiServerLeader:
-    """The owner of the engine's client. Call all methods from the client's event loop."""
+    """Call all methods from the client's event loop."""
 
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
@@ -70,19 +70,18 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """Keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """The last answer to the topic LASTING, keyed by the API process's number."""
+        """Keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
         """Set, and then replaced, when an API process has started or has failed to start."""
 
     def listen(self) -> None:
-        """Begin to receive. Raises EngineError if the socket cannot be created."""
+        """Raises EngineError if the socket cannot be created."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())
@@ -189,8 +188,7 @@ class ApiServerLeader:
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
-    def end_request(self, request_id: str, reason: str) -> None:
-        """Does nothing, because the API process records its own requests."""
+    def end_request(self, request_id: str, reason: str) -> None: ...
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()
@@ -262,8 +260,6 @@ class ApiServerLeader:
         while True:
             await asyncio.sleep(_REMEMBER_SECONDS)
             await self._answers(LASTING, b"", self._others())
-
-    # State of the engines
 
     async def _tick(self) -> None:
         last_update, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)

@@ -33,7 +33,7 @@ index in the answer, and its id.
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An API call. It submits requests one after another, so it may have no open request."""
+    """An API call submits requests one after another, so it may have no open request."""
 
     id: str
     tenant: str
@@ -46,24 +46,23 @@ class _Entry:
     reader: Reader
     emitted: list[int]
     number: int = 0
-    """Number of the request in the log; 0 if it is not durable."""
+    """0 if the request is not durable."""
     cached_tokens: int | None = None
-    """Cached prompt tokens on the first engine; None before the first output. Clients get this number even if a replay
-    finds another number of cached tokens.
+    """None before the first output. Clients get the first engine's number even if a replay finds another number of
+    cached tokens.
     """
 
 
 class EngineClient:
-    """A process's open requests and their readers. Call all methods from the same event loop."""
+    """Call all methods from the same event loop."""
 
     def __init__(self, engine_core: EngineCoreClient) -> None:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Number of answers aborted because nobody read their tokens in time."""
         self.refusing = False
         self.failure: QuireError | None = None
-        """The error that new requests raise; None while requests can be submitted."""
+        """The error that new requests raise."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         self.turns: LastSessionTurns | None = LastSessionTurns()
@@ -73,13 +72,10 @@ class EngineClient:
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """Number of open requests in other API processes, by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
-        """Callbacks that run at the end of this iteration of the event loop."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """Requests not yet sent to the engine, between `hold` and `release`; None at other times."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._persist_tokens: PersistTokens = _nowhere
         self._rows: list[int] = []
@@ -128,9 +124,8 @@ class EngineClient:
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submits requests of one tenant, with new ids, for the API call `call`. If `requests` is empty, the stream
-        ends at once. `emitted` has each request's tokens so far, and new tokens are appended to its lists. Raises
-        `failure` if it is set.
+        """Submits requests of one tenant, with new ids. `emitted` has each request's tokens so far, and new tokens are
+        appended to its lists. Raises `failure` if it is set.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -171,7 +166,6 @@ class EngineClient:
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """Registers a call, so that `cancel` finds it until `end_call` even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -180,7 +174,6 @@ class EngineClient:
         self._calls.discard(call)
 
     def age(self, request_id: str) -> float:
-        """Seconds since the submission; 0 if the request is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
@@ -191,7 +184,7 @@ class EngineClient:
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """Takes a snapshot (see EngineCoreClient.snapshot). Concurrent callers get the same task."""
+        """Concurrent callers get the same task."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
@@ -199,8 +192,7 @@ class EngineClient:
     # Methods for callers other than readers
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """Ends a request, or all requests of a call, for someone other than the reader. The reader gets finish_reason
-        "abort". If `tenant` is None, any tenant matches. Returns how many requests ended or, if none was open, how many
+        """Ends a request, or all requests of a call. Returns how many requests ended or, if none was open, how many
         calls matched.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
@@ -218,12 +210,10 @@ class EngineClient:
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Ends all requests. Readers get the pending outputs, then `error`."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Ends all requests like `end_all`, before the engine stops. Later requests raise `error`."""
         self.end_all(error)
         self.failure = self.failure or error
 
@@ -305,7 +295,7 @@ class EngineClient:
             try:
                 hand_on()
             except Exception:
-                log.exception("a stream failed")  # go on with the other streams
+                log.exception("a stream failed")
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
         """`ids`: the requests that the engine had; None means all open requests."""
@@ -318,14 +308,10 @@ class EngineClient:
         """Does nothing: a single engine's client itself queues requests that the engine cannot accept yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """Ends the call of this request. The reader gets the pending outputs, then `error`."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
-        """Ends all requests with `error`, because the engine is gone for good. Does nothing if `failure` is already
-        set.
-        """
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)
@@ -374,5 +360,4 @@ class EngineClient:
         return True
 
 
-def _nowhere(rows: Sequence[int]) -> None:
-    """Discards the rows while no request is durable."""
+def _nowhere(rows: Sequence[int]) -> None: ...

@@ -19,13 +19,12 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owner of the requests that a client passes to an engine. `engine` is an EngineCoreClient.number."""
+    """`engine` is an EngineCoreClient.number."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens it already has."""
 
-    def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
-        """Take the engine's outputs. `step` is the step that computed them."""
+    def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None: ...
 
     def handle_engine_loss(self, engine: int = 0) -> None:
         """Note that the engine is gone or rebuilt. The next engine computes the open requests."""
@@ -47,7 +46,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCoreClient(ABC):
-    """The interface to an engine core. Call all methods from the same event loop."""
+    """Call all methods from the same event loop."""
 
     owner: RequestOwner
     number = 0
@@ -58,7 +57,7 @@ class EngineCoreClient(ABC):
         self.stats = EngineStats()
         self.deaths = 0
         self.replays = 0
-        """Number of replays. A request that is replayed twice counts twice."""
+        """A request that is replayed twice counts twice."""
         self.quarantined = 0
         """Number of requests refused because they ended every engine that computed them."""
         self.weights_version = "1"
@@ -70,10 +69,9 @@ class EngineCoreClient(ABC):
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
 
     def launch(self) -> None:  # noqa: B027 - some clients have no process to start
-        """Begin to start the engine. Raises EngineError if the system cannot start a process."""
+        """Raises EngineError if the system cannot start a process."""
 
     def die(self, message: str) -> None:
-        """Fail for good with EngineGone. Only the first call has an effect."""
         if self.failure is None:
             self.failure = EngineGone(message)
             self.owner.fail(self.failure, self.number)
@@ -91,15 +89,14 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the engine. Open streams fail with EngineError."""
+        """Open streams fail with EngineError."""
 
     @abstractmethod
-    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Submit new requests."""
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None: ...
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Abort a request, which the engine may not have."""
+        """The engine may not have the request."""
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
@@ -109,9 +106,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Return a request's block table; None if the engine does not have it or ends first. The engine must be
-        responsive.
-        """
+        """None if the engine does not have the request or ends first."""
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -120,13 +115,12 @@ class EngineCoreClient(ABC):
         """
 
     @abstractmethod
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Requests submitted from now on find no earlier prefix."""
+    def reset_prefix_cache(self) -> None: ...
 
     @property
     @abstractmethod
     def responsive(self) -> bool:
-        """True if the engine would answer now; False while a process that ended is replaced."""
+        """False while a process that ended is replaced."""
 
     @property
     @abstractmethod
@@ -135,12 +129,11 @@ class EngineCoreClient(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first engine; None if there are no processes."""
+        """Process id of the first engine."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """The engines' states, indexed by the engine's number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 

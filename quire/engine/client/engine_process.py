@@ -39,20 +39,15 @@ _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
-"""Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
-"""After this time without a heartbeat or without progress, RunnableClock inspects the engine's threads."""
 
 
-class KilledDuringStart(EngineError):
-    """The process was killed from outside."""
+class KilledDuringStart(EngineError): ...
 
 
 class EngineProcess:
-    """An engine process, which the constructor starts. Call `connect()` before sending or receiving. The process's
-    standard error is copied to ours, and its last lines are stored. `on_begun` gets ids of requests that the engine
-    computes for the first time. Raises OSError if no process can be started, EngineError if the socket's folder cannot
-    be created.
+    """Call `connect()` before sending or receiving. `on_begun` gets ids of requests that the engine computes for the
+    first time. Raises OSError if no process can be started, EngineError if the socket's folder cannot be created.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -67,14 +62,9 @@ class EngineProcess:
         self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        """False while the process builds an engine or changes its weights, because its threads may be unable to run
-        then.
-        """
         self._rebuild: int | None = START
-        """Id of the last call to a method of _REBUILDS; START before the first."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
-        """Why this process killed the engine; None if it did not."""
         self._fault_signal_sender: int | None = None
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
@@ -104,7 +94,6 @@ class EngineProcess:
         self._heartbeat_clock = self._progress_clock = 0.0
         """Values of `_clock` at the last heartbeat, and at the last heartbeat that showed progress."""
         self._stuck_ms = 0
-        """Milliseconds without progress in the current step, as the last heartbeat reported."""
 
     @property
     def pid(self) -> int:
@@ -141,8 +130,8 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """Returns the first message. `exited` is the task of `wait_for_exit`. If the process ends first, raises
-        EngineError with its last lines, or KilledDuringStart if it was killed from outside.
+        """`exited` is the task of `wait_for_exit`. If the process ends first, raises EngineError with its last lines,
+        or KilledDuringStart if it was killed from outside.
         """
         received = asyncio.ensure_future(self.receive())
         try:
@@ -161,7 +150,7 @@ class EngineProcess:
         raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
-        """Waits for the exit. Kills the process if its heartbeats stop or a step makes no progress."""
+        """Kills the process if its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
         loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
@@ -183,22 +172,21 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Asks the process to end and returns at once; `wait_for_exit` reports the exit."""
+        """Asks the process to end and returns at once."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Waits for the exit, and kills the process after `seconds`. `exited` is the task of `wait_for_exit`."""
+        """Kills the process after `seconds`."""
         await self._child.wait_for_exit(seconds)
         await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """Ends the process, which has nothing to save, and closes this object."""
         # A process that is still importing may take seconds to notice a request to end, so it is killed at once.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
-        """Closes the socket and deletes its folder. The process must have ended."""
+        """The process must have ended."""
         if self._wire is not None:
             self._wire.close()
         os.close(self._heartbeats)
@@ -230,7 +218,7 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Kills the process if it hangs. Time counts only while the engine could run and this process could notice."""
+        """Time counts only while the engine could run and this process could notice."""
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
         silent = self._clock.seconds - self._heartbeat_clock
@@ -263,14 +251,13 @@ class Launcher:
 
 
 def engine_json(config: EngineConfig) -> str:
-    """Return the engine's part of `config` as JSON, without the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """Blocks FAULT_SIGNALS, so that processes started in this context inherit the mask. A signal from another process
-    then waits until the engine can report its sender.
+    """Processes started in this context inherit the mask. A signal from another process then waits until the engine can
+    report its sender.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -280,7 +267,6 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables for libraries, which read them when loaded. The user's values win."""
     # With these values, malloc does not return the memory of a step's large tensors to the system. That saves 1 % of a
     # prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
@@ -292,7 +278,6 @@ def _environment() -> dict[str, str]:
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Empties the engine's prefix cache. If no process is connected, deletes the KV blocks on disk instead."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

@@ -37,7 +37,6 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +71,6 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     refusing: bool
     weights_version: str
     weights_path: str | None
-    """See EngineCoreClient.weights_paths."""
     deaths: int
     replays: int
     quarantined: int
@@ -86,89 +84,70 @@ class EngineCoreMethods(ABC):
     def take_snapshot(self) -> EngineView: ...
 
     @abstractmethod
-    def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Return a request's block table; None if the id is unknown."""
+    def get_block_table(self, request_id: str) -> BlockTableView | None: ...
 
     @abstractmethod
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+    def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank; see engine/common/executor.py. Raises InvalidRequest if calls are unsupported."""
+    def run_collective_rpc(self, content: bytes) -> list[bytes]: ...
 
     @abstractmethod
-    def check_weights(self, config: str) -> None:
-        """Raise a QuireError if `load_weights` would not find weights of the model's shapes."""
+    def check_weights(self, config: str) -> None: ...
 
     @abstractmethod
     def load_weights(self, config: str) -> EngineStarted:
-        """Release weights, KV cache and requests, and rebuild the engine. If this raises a QuireError, nothing has
-        changed.
-        """
+        """If this raises a QuireError, nothing has changed."""
 
     @abstractmethod
-    def sleep(self) -> None:
-        """Release the weights, the KV cache and the requests."""
+    def sleep(self) -> None: ...
 
 
 class LeaderMethods(WeightChanges):
-    """Methods of the leader that API processes call."""
-
     @abstractmethod
     def join(self) -> None:
-        """Register the API process. It is welcomed once the engine is ready."""
+        """The API process is welcomed once the engine is ready."""
 
     @abstractmethod
     def announce(self, announcement: str) -> None:
         """`announcement`: text that the server prints when it is ready."""
 
     @abstractmethod
-    def report_failed_start(self, fault: Fault) -> None:
-        """Report that the API process cannot start and ends."""
+    def report_failed_start(self, fault: Fault) -> None: ...
 
     @abstractmethod
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    async def take_snapshot(self) -> EngineView | None:
-        """Return the engines' requests and KV blocks; None if no engine answers."""
+    async def take_snapshot(self) -> EngineView | None: ...
 
     @abstractmethod
-    async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Return a request's block table; None if no responsive engine has the request."""
+    async def get_block_table(self, request_id: str) -> BlockTableView | None: ...
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """Return the answers of other API processes. `to` is the identity of one process, or LEADER; None asks all
-        others.
-        """
+        """`to` is the identity of one process, or LEADER; None asks all others."""
 
 
 class ApiProcessMethods(ABC):
-    """Methods that the leader calls. Calls keep their order relative to steps."""
+    """Calls keep their order relative to steps."""
 
     @abstractmethod
     def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
-        """Report that the engine is ready. `inherited`: the last LASTING answer of the API process that this one
-        replaces.
-        """
+        """`inherited`: the last LASTING answer of the API process that this one replaces."""
 
     @abstractmethod
-    def update_state(self, state: SharedEngineState) -> None:
-        """Take the engines' changed state."""
+    def update_state(self, state: SharedEngineState) -> None: ...
 
     @abstractmethod
     def lose_engine(self, replica: int, ids: list[str] | None) -> None:
-        """Let these requests wait for another engine. If `ids` is None, all open requests wait."""
+        """If `ids` is None, all open requests wait for another engine."""
 
     @abstractmethod
-    def fail_requests(self, ids: list[str], fault: Fault) -> None:
-        """End the requests of a call with `fault`."""
+    def fail_requests(self, ids: list[str], fault: Fault) -> None: ...
 
     @abstractmethod
-    async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Answer a question of another API process or of the leader."""
+    async def answer(self, topic: str, body: bytes) -> bytes | None: ...
 
 
 ToEngine = Submit | Abort | UtilityCall
@@ -184,7 +163,7 @@ decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """Detach images, so that an image that several requests share is sent only once."""
+    """An image that several requests share is sent only once."""
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())

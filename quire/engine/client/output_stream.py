@@ -36,12 +36,12 @@ class OutputSink(Protocol):
         """False if the next outputs must go to the reader."""
 
     def take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        """Process the outputs. Errors raised here go to the reader."""
+        """Errors raised here go to the reader."""
 
 
 class OutputSource(ABC):
     """Outputs of a group of requests, in order of arrival. An iteration returns at most one output per request. The
-    iteration ends when all requests have ended, or raises their error. Call `close` to stop reading.
+    iteration ends when all requests have ended, or raises their error.
     """
 
     @property
@@ -69,7 +69,7 @@ class OutputSource(ABC):
 
     @abstractmethod
     def record_versions(self) -> dict[str, Versions]:
-        """Start to record weights versions. Returns the record, by request id; it grows with every token."""
+        """Returns the record by request id. It grows with every token."""
 
     def __aiter__(self) -> OutputSource:
         return self
@@ -79,7 +79,7 @@ class OutputSource(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request now, so that it has no more outputs. `reason` goes into the request's history."""
+        """`reason` goes into the request's history."""
 
     @abstractmethod
     def give_up(self, error: QuireError) -> bool:
@@ -89,8 +89,7 @@ class OutputSource(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Abort all running requests."""
+    def close(self) -> None: ...
 
 
 class WrappedOutputs(OutputSource):
@@ -112,9 +111,6 @@ class WrappedOutputs(OutputSource):
 
     @sink.setter
     def sink(self, sink: OutputSink | None) -> None:
-        """Set the sink. This wrapper then becomes the sink of the wrapped source, and passes its outputs on with
-        `take_outputs`.
-        """
         self._sink = sink
         self._outputs.sink = None if sink is None else self
 
@@ -152,12 +148,11 @@ class Reader(Protocol):
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output that weights `version` computed. May return a function, which the caller calls at the end of
-        this iteration of the event loop. Raises SlowReader if the call shall be given up.
+        """May return a function, which the caller calls at the end of this iteration of the event loop. Raises
+        SlowReader if the call shall be given up.
         """
 
-    def fail(self, error: QuireError) -> None:
-        """Note that all requests of the call have ended with this error."""
+    def fail(self, error: QuireError) -> None: ...
 
 
 class OutputStream(OutputSource):
@@ -169,7 +164,6 @@ class OutputStream(OutputSource):
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """`abort` takes the id of a request that nobody reads, and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -180,9 +174,8 @@ class OutputStream(OutputSource):
         self._backlog = 0
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """The next output resolves this future. A future is cheaper than asyncio.Event."""
+        """A future is cheaper than asyncio.Event."""
         self._due = False
-        """True if `_hand_on` will run at the end of this event-loop iteration."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Called with a request's last output before the reader gets it. The second argument is True if the reader will
@@ -190,7 +183,6 @@ class OutputStream(OutputSource):
         """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
-        """None if versions are not recorded."""
 
     @property
     def sink(self) -> OutputSink | None:
@@ -255,7 +247,6 @@ class OutputStream(OutputSource):
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
-        """End the stream with `error`, which the reader gets after the pending outputs."""
         self._open.clear()
         self._error = error
         self._wake()
@@ -282,7 +273,6 @@ class OutputStream(OutputSource):
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Give the outputs to the sink, or wake the reader if the sink cannot take them."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return

@@ -1,6 +1,4 @@
-"""Runs the engine in its own process, and replaces the process when it ends. Open requests are submitted again with
-their tokens, so streams continue.
-"""
+"""Runs the engine in its own process, and replaces the process when it ends."""
 
 from __future__ import annotations
 
@@ -37,8 +35,6 @@ _END_SECONDS = 60.0
 
 
 class ProcessClient(ExclusiveClient):
-    """Runs one engine process, which `start()` also supervises."""
-
     def __init__(
         self,
         config: EngineConfig,
@@ -58,7 +54,6 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats: EngineStats | None = None
-        """Counters of ended engines; None until one has ended."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
@@ -99,7 +94,6 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """True while the engine sleeps, and while it is about to sleep or to change its weights."""
         return self.asleep or self._change is not None
 
     @property
@@ -137,7 +131,6 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Asks the engine for a change and waits for it. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -191,9 +184,7 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Removes and returns the waiting requests, so that other engines can compute them. Suspects stay until a new
-        engine has cleared them, so that they cannot end another engine.
-        """
+        """Suspects stay until a new engine has cleared them, so that they cannot end another engine."""
         return self._replay.take_unsuspected()
 
     def abort(self, request_id: str) -> None:
@@ -244,8 +235,8 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
-        """Starts an engine. After `tries` failures in a row, raises the last error: ConfigError for a refused
-        configuration, EngineError with the last lines of standard error. Starts killed from outside do not count.
+        """After `tries` failures in a row, raises the last error: ConfigError for a refused configuration, EngineError
+        with the last lines of standard error. Starts killed from outside do not count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -282,7 +273,7 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """Supervises the process. If that fails, all streams end with an error, so that none waits forever."""
+        """If supervising fails, all streams end with an error, so that none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
@@ -294,7 +285,6 @@ class ProcessClient(ExclusiveClient):
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Serves and replaces processes. Raises an error if too many processes in a row fail."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -390,7 +380,6 @@ class ProcessClient(ExclusiveClient):
         self.stats = stats if self._earlier_stats is None else stats.add_earlier(self._earlier_stats)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """Finishes the change. The engine has the new weights or, after a failure, the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content
@@ -418,7 +407,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self.deaths += 1
         if not cause.external and not self.changing and self._replay.idle:
-            self._failures += 1  # a crash while idle counts as a failed start
+            self._failures += 1
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests continue on a new one", cause.description, len(self._replay))
@@ -426,7 +415,6 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """`external`: the cause was outside the engine, so no request becomes a suspect."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)
@@ -434,4 +422,4 @@ class ProcessClient(ExclusiveClient):
             self.quarantined += 1
             error = RequestQuarantined("this request crashed the engine each time it ran by itself, so it was given up")
             log.error("request %s: %s", request_id, error)
-            self.owner.give_up(request_id, error)  # also aborts the other requests of the same call
+            self.owner.give_up(request_id, error)

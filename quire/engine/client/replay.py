@@ -1,10 +1,9 @@
 """Decides which open requests to submit, so that a request that crashes engines cannot do so forever.
 
-When an engine process ends, its requests are replayed: the next engine gets them. If the engine itself was at fault,
-requests that had begun but made little progress become suspects. Bisection isolates them: half of the suspects run
-first, without other requests, then half of that half, finally a single one. A suspect is cleared once it has got some
-tokens or has ended. A request that repeatedly ends an engine in which it is alone is given up. A process ended from
-outside makes no suspects and clears none.
+If the engine itself was at fault, requests that had begun but made little progress become suspects. Bisection isolates
+them: half of the suspects run first, without other requests, then half of that half, finally a single one. A request
+that repeatedly ends an engine in which it is alone is given up. A process ended from outside makes no suspects and
+clears none.
 
 Uses no clock and no I/O.
 """
@@ -19,21 +18,19 @@ TOKENS_TO_CLEAR = 4
 decoding.
 """
 MAX_LONE_CRASHES = 2
-"""A request is given up after ending this many engines in which it was alone."""
 
 
 class Replay:
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
-        """Ordinary requests that the engine does not have, in order of submission."""
+        """In order of submission."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have. Each runs without other requests, before `_waiting`."""
+        """Groups of suspects that the engine does not have."""
         self._submitted: dict[str, int] = {}
         """Requests that the engine has, with the number of tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
-        """Uncleared suspects that the engine has. Nothing else is submitted meanwhile."""
+        """Uncleared suspects that the engine has."""
         self._lone_crashes: dict[str, int] = {}
         """Number of successive engines that each request ended while it was alone."""
 
@@ -48,7 +45,6 @@ class Replay:
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """Note that the engine is about to compute these requests for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
@@ -72,7 +68,6 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Return the requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -89,14 +84,11 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Remove and return the unsuspected requests, which another engine may get."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
     def engine_exited(self, *, external: bool) -> list[str]:
-        """Queue all requests of the ended engine. `external`: the cause was outside the engine. Return the requests to
-        give up; the caller calls `end` for each.
-        """
+        """Return the requests to give up; the caller calls `end` for each."""
         if external:
             suspects = [request_id for request_id in self._submitted if request_id in self._isolated]
         else:
@@ -116,8 +108,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """Return all requests that had begun and were not cleared. If there are none, return all uncleared requests,
-        because the engine may have ended while it accepted one of them.
+        """If no uncleared request had begun, returns all uncleared ones, because the engine may have ended while it
+        accepted one of them.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

@@ -1,5 +1,5 @@
 """Decides which replica computes a request. The router does not ask replicas what they have cached, but infers it from
-what it recently sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py. Uses no clock and no I/O.
+what it recently sent them. Prompts are hashed as in engine/core/kv_cache/block_pool.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ PIECE = 16
 MOST_PIECES = 2**16
 """Pieces (of PIECE tokens) remembered for each replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
-"""A replica whose open requests exceed those of the least busy replica by more than this gets no request."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
@@ -29,22 +28,18 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
 
 
 class Router:
-    """Chooses replicas. Callers must report when a request ends and when a replica loses its cache."""
+    """Callers must report when a request ends and when a replica loses its cache."""
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
-        """Number of open requests, indexed by replica."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Hashes of the pieces that each replica should have cached, least recently used first. A piece is present only
-        with all earlier pieces of its prompt.
-        """
+        """Least recently used first. A piece is present only with all earlier pieces of its prompt."""
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
-        """Chooses a replica and counts the request as open there. The replica with the longest cached prefix is chosen,
-        unless it has more open requests than the least loaded replica, by more than MOST_AHEAD or than the pieces that
-        its cache saves. Then the least loaded one is chosen. Requests and pieces are comparable, because a request in
-        the batch costs about as much as computing a piece.
+        """The replica with the longest cached prefix is chosen, unless it has more open requests than the least loaded
+        replica, by more than MOST_AHEAD or than the pieces that its cache saves. Then the least loaded one is chosen.
+        Requests and pieces are comparable, because a request in the batch costs about as much as computing a piece.
         """
         loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
         longest = min(loads, key=lambda one: (-one[0], *one[1:]))
@@ -60,7 +55,6 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """Note that the replica's cache is empty now. The replica's open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:

@@ -14,12 +14,11 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Cores of each replica's NUMA nodes; empty sets, which mean any core, for a single node or replica."""
+    """Empty sets mean any core."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 
 def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
-    """Environment variables that restrict each replica to its GPUs. Raises ConfigError if there are too few GPUs."""
     if gpus is None:
         return [{}] * config.data_parallel_size
     parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
@@ -46,9 +45,6 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
-    """A replica's configuration, with an even share of host memory, disk and threads, and its own folder in
-    --kv-offload-dir. `root`: see cpu_quota.
-    """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":
         update["device"] = "cuda"

@@ -1,5 +1,5 @@
 """Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
-sleep or restart, requests wait. A replica that cannot restart is left out. The client fails when the last replica does.
+sleep or restart, requests wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReplicatedClient(ExclusiveClient):
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """`gpus` are divided among the replicas; None means the CPU. Raises ConfigError if there are too few GPUs."""
+        """If `gpus` is None, replicas use the CPU."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
@@ -53,7 +53,7 @@ class ReplicatedClient(ExclusiveClient):
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
         self._unplaced: dict[str, None] = {}
-        """Open requests that no replica has, in order of submission."""
+        """In order of submission."""
         self._started = False
 
     @property
@@ -200,7 +200,6 @@ class ReplicatedClient(ExclusiveClient):
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Moves the replica's requests to other replicas. Suspects stay."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)

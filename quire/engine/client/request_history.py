@@ -19,20 +19,17 @@ change; and waiting for the delivery of the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
-"""A request's later steps are counted but not stored."""
 MAX_TOTAL_STEPS = 100_000
-"""Limit of stored steps, of at most about 500 bytes each. Beyond it, the oldest ended requests keep only their phases.
-"""
+"""Limit of stored steps, of at most about 500 bytes each."""
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """Number of the engine. A new one after a crash, sleep or weight change gets a higher number."""
+    """A new engine after a crash, sleep or weight change gets a higher number."""
     request_ids: tuple[str, ...]
     replica: int = 0
     is_counted: bool = True
-    """False if another API process counts the step in its metrics."""
 
 
 @dataclass(slots=True)
@@ -51,26 +48,23 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_by_source: list[int] = field(default_factory=list)
-    """Numbers of accepted draft tokens, indexed as DRAFT_SOURCES; empty before the first draft."""
+    """Indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0 before the first token."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """Seconds in each phase. They add up to the time until the request's end, or until `now`."""
+        """The seconds add up to the time until the request's end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
-        """(phase, begin, end) in order of time."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
@@ -78,7 +72,7 @@ class Timeline:
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Begin a phase. Times never decrease, although two processes read the clock."""
+        """Times never decrease, although two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -89,7 +83,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, draft_sources: Sequence[int]) -> None:
-        """Count a step's tokens. The last new token is never a draft."""
+        """The last new token is never a draft."""
         self.output_tokens += num_new
         if draft_sources:
             self.draft_tokens += len(draft_sources)
@@ -112,7 +106,7 @@ class RequestRecorder(Protocol):
         """Let the requests `ids` (None: all) wait for another engine, or end them if `for_good`."""
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """Record a request's end. Ignores requests that are not open."""
+        """Ignores requests that are not open."""
 
 
 class RequestHistory:
@@ -139,7 +133,6 @@ class RequestHistory:
         return len(self._engine_numbers)
 
     def response_timelines(self, response_id: str) -> list[Timeline]:
-        """Timelines of all sequences of an answer. Their ids begin with `response_id` and a hyphen."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]

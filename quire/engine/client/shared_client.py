@@ -67,9 +67,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """`address` is the leader's address, `identity` this process's name. If the leader is silent for
-        `silence_seconds`, calls and waiting requests fail.
-        """
+        """If the leader is silent for `silence_seconds`, calls and waiting requests fail."""
         super().__init__()
         self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
@@ -77,7 +75,6 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.on_version: list[Callable[[str], None]] = []
         self._last_version = self.weights_version
         self.inherited: bytes | None = None
-        """The last answer to LASTING (messages.py) of the process that this one replaces, if any."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
         """Called when a bug prevents this process from following the leader."""
         self.identity = identity
@@ -130,16 +127,13 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Returns the answers of other API processes, or only of the process `to`. Late answers are missing. Raises
-        EngineError if `to` is LEADER and it has no answer.
-        """
+        """Late answers are missing. Raises EngineError if `to` is LEADER and it has no answer."""
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
             raise EngineError(CANNOT_ANSWER)
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """See Weights.sleep. The leader runs the changes that API processes request one after another."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
@@ -170,7 +164,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
         try:
             return await self._calls.begin(LeaderMethods.get_block_table, request_id)
-        except QuireError:  # the leader has ended
+        except QuireError:
             return None
 
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -272,7 +266,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """Refuses to join a group. One process would join it, but any API process may get the group's calls."""
+    """One process would join a group, but any API process may get the group's calls."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest(

@@ -30,7 +30,7 @@ _NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
 class Group(NamedTuple):
-    """A torch.distributed group. The sender is rank 0."""
+    """The sender is rank 0."""
 
     address: str
     port: int
@@ -50,8 +50,8 @@ class Tensor(NamedTuple):
 
 
 class WeightsGroup:
-    """Receives weights in a group, of which only one exists at a time. Call all methods from the client's event loop.
-    Calls run one by one, and complete even if nobody awaits them.
+    """Only one group exists at a time. Call all methods from the client's event loop. Calls run one by one, and
+    complete even if nobody awaits them.
     """
 
     def __init__(self, weights: WeightChanges) -> None:
@@ -61,13 +61,13 @@ class WeightsGroup:
         self._group: Group | None = None
         self._turn = asyncio.Lock()
         self._root: Path | None = None
-        """Parent of all folders with weights. The receiver removes it when this process is gone."""
+        """The receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Leaves the old group, joins this one and waits for all members. Raises InvalidRequest if one is missing."""
+        """Raises InvalidRequest if a member is missing."""
 
         async def join_group() -> None:
             await self._forget()
@@ -81,7 +81,7 @@ class WeightsGroup:
         await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
-        """Leaves the group. Weights that were loaded stay in use; an incomplete model is dropped."""
+        """Weights that were loaded stay in use; an incomplete model is dropped."""
 
         async def leave_group() -> None:
             if self._group is not None:
@@ -92,9 +92,7 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Receives one broadcast for each tensor. If the group breaks, raises InvalidRequest, and the old weights stay
-        in use.
-        """
+        """If the group breaks, raises InvalidRequest, and the old weights stay in use."""
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -134,7 +132,7 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """Deletes all files. Call it only after the client has ended."""
+        """Call it only after the client has ended."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)
@@ -154,7 +152,6 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Raises InvalidRequest with the receiver's error, EngineError if it ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS

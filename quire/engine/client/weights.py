@@ -49,7 +49,7 @@ class WeightChanges(Protocol):
 
 
 class Weights:
-    """Changes the weights of a client's engine. Call all methods from the client's event loop."""
+    """Call all methods from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
         assert isinstance(client.engine_core, ExclusiveClient), "a hub changes the weights of its engine itself"
@@ -58,10 +58,9 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Releases weights and KV cache until `wake_up` or `update`. If the engine is already asleep, only sets
-        `refuse`. With `level` 1 the engine's process stays and wakes soon; with 2 it ends, which frees all memory. With
-        `refuse`, new requests fail instead of waiting. Raises InvalidRequest, EngineError if the engine is gone, and
-        Overloaded while it is being replaced.
+        """Releases weights and KV cache until `wake_up` or `update`. With `level` 1 the engine's process stays and
+        wakes soon; with 2 it ends, which frees all memory. With `refuse`, new requests fail instead of waiting. Raises
+        InvalidRequest, EngineError if the engine is gone, and Overloaded while it is being replaced.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -104,7 +103,7 @@ class Weights:
         path: str | None = None,
     ) -> str:
         """Works like `update`, but loads the weights with `load`, which gets their version. `check` may refuse the
-        weights before requests are affected. `path`: the weights' files, if any.
+        weights before requests are affected.
         """
         check_mode(mode)
 
@@ -154,7 +153,7 @@ def check_mode(mode: str) -> None:
 
 
 def absolute(path: str) -> str:
-    """Returns the absolute path. Raises InvalidRequest if there is no such folder or file."""
+    """Raises InvalidRequest if there is no such folder or file."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

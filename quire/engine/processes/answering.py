@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""Returns the answer's body; None if there is no answer."""
 
 
 class Answering:
@@ -20,7 +19,7 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Returns None without a handler. A handler's failure is only logged, because it must not end other work."""
+        """A handler's failure is only logged, because it must not end other work."""
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:

@@ -25,15 +25,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Returns Python's arguments that run a module. Without -P, a random.py in the current directory would replace
-    Python's.
-    """
+    """Without -P, a random.py in the current directory would replace Python's."""
     return ("-P", "-m", name)
 
 
 class Child:
-    """A Python process. Its standard input begins with a line of configuration, and stays open while the parent lives.
-    The constructor raises OSError if no process can be started.
+    """Standard input begins with a line of configuration, and stays open while the parent lives. The constructor raises
+    OSError if no process can be started.
     """
 
     def __init__(
@@ -77,8 +75,7 @@ class Child:
         return self.process.poll()
 
     def end(self) -> None:
-        """Asks the process to end by closing standard input."""
-        with suppress(BrokenPipeError):  # `wait_for_exit` reports the exit
+        with suppress(BrokenPipeError):
             self._lifeline.close()
 
     def kill(self) -> None:
@@ -88,7 +85,7 @@ class Child:
         return self.process.wait()
 
     async def wait_for_exit(self, seconds: float = math.inf) -> int:
-        """Waits for the process, and kills it after `seconds`. Returns its return code."""
+        """Kills the process after `seconds`."""
         for _ in _kill_after([self], seconds):
             await asyncio.sleep(_POLL_SECONDS)
         self.end()
@@ -113,7 +110,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Asks the processes to end, and kills those that remain after `seconds`."""
+    """Kills the processes that remain after `seconds`."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):

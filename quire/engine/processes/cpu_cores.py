@@ -14,8 +14,7 @@ _CGROUPS = "sys/fs/cgroup"
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
     """Returns each process's cores out of `allowed`: those of one NUMA node, or of several if there are more nodes than
-    processes. If there are fewer, processes share nodes. Returns None if `count` or the number of known nodes with
-    allowed cores is below 2.
+    processes. If there are fewer, processes share nodes.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -43,7 +42,7 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Binds this thread, and those that it starts later, to `cores`. An empty set changes nothing."""
+    """Binds this thread, and those that it starts later, to `cores`."""
     if cores:
         os.sched_setaffinity(0, cores)
 
@@ -66,7 +65,6 @@ def _parse_core_list(text: str) -> Set[int]:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Returns how many CPUs this process may use, at least 1. `root` contains sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
@@ -78,9 +76,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yields the folders of this process's CPU groups and of their parents. A container may see its group as the root
-    or under its path on the host, so some folders may not exist.
-    """
+    """A container may see its group as the root or under its path on the host, so some folders may not exist."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

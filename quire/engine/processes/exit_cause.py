@@ -1,6 +1,4 @@
-"""Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory. Then its
-requests are suspects. If it was killed from outside, no request is suspected.
-"""
+"""Decides whether an engine process ended through its own fault: a crash, exit, hang or lack of memory."""
 
 from __future__ import annotations
 

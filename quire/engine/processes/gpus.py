@@ -24,8 +24,6 @@ PARAM = "data_parallel_size"
 
 
 class TorchBuild(NamedTuple):
-    """Versions of CUDA and HIP that PyTorch was built for; None if it was built without."""
-
     cuda: str | None = None
     hip: str | None = None
 
@@ -53,9 +51,8 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """Returns the GPUs that PyTorch uses with this --device; None means the CPU. `root` contains dev and sys. "auto"
-    chooses like choose_device (worker/device_plan.py), provided that GPUs are files in /dev. Raises ConfigError if the
-    operator names a GPU twice.
+    """Returns the GPUs that PyTorch uses with this --device; None means the CPU. "auto" chooses like choose_device
+    (worker/device_plan.py), provided that GPUs are files in /dev. Raises ConfigError if the operator names a GPU twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None
@@ -88,7 +85,7 @@ def visible_list(environment: Mapping[str, str], *, is_hip: bool) -> str | None:
 
 
 def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list[tuple[str, ...]]:
-    """Returns each replica's GPUs. Raises ConfigError if there are too few."""
+    """Raises ConfigError if there are too few."""
     needed, there = replicas * gpus_per_replica, len(gpus.ids)
     if there < needed:
         each = f" of {gpus_per_replica} GPUs each (tensor_parallel_size)" if gpus_per_replica > 1 else ""
@@ -102,7 +99,6 @@ def divide_gpus(gpus: VisibleGPUs, replicas: int, gpus_per_replica: int) -> list
 
 
 def describe_division(parts: Sequence[Sequence[str]]) -> str:
-    """Returns a text such as: replica 0 on GPU 0, replica 1 on GPU 1."""
     return ", ".join(
         f"replica {index} on GPU{'s' if len(part) > 1 else ''} {' and '.join(part)}" for index, part in enumerate(parts)
     )
@@ -123,7 +119,6 @@ def _visible(variable: str, listed: str | None, bound: int | None, count: int) -
 
 
 def _split(listed: str) -> list[str]:
-    """Returns the entries before the first empty one."""
     entries = [each.strip() for each in listed.split(",")]
     return entries[: entries.index("")] if "" in entries else entries
 

@@ -20,8 +20,6 @@ HEARTBEAT_SECONDS = 0.25
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A heartbeat, sent every HEARTBEAT_SECONDS."""
-
     stuck_ms: int
     """Milliseconds since the current step began or last made progress; 0 if there is no step."""
 
@@ -43,15 +41,14 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 class Heartbeat(ABC):
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
-        """Notes that a step is about to run, the first one for the requests `new_ids`."""
+        """`new_ids`: requests that the step computes for the first time."""
 
     @abstractmethod
     def progress(self) -> None:
         """Notes that a part of the step, such as one layer, is done."""
 
     @abstractmethod
-    def end_step(self) -> None:
-        """Notes that the step is complete."""
+    def end_step(self) -> None: ...
 
     @abstractmethod
     def rank_ended(self, code: int) -> None:
@@ -75,13 +72,10 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
-    """Sends heartbeats in a thread to the pipe `descriptor`, as soon as it is constructed."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """Value of time.monotonic() when the current step began or last made progress."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:

@@ -114,9 +114,7 @@ class KVEventPublisher:
             self._context.term()
 
     def _open_socket(self, kind: int, endpoint: str, name: str) -> zmq.Socket[bytes]:
-        """As in vLLM, connects a PUB socket to a tcp:// endpoint without `*` and `::`, and binds all other endpoints.
-        Raises ConfigError.
-        """
+        """As in vLLM, connects a PUB socket to a tcp:// endpoint without `*` and `::`, and binds all others."""
         socket = self._context.socket(kind)
         try:
             if kind == zmq.PUB and endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:

@@ -34,11 +34,8 @@ class RunnableClock:
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """This clock's seconds before the current series of inspections."""
         self._inspected = 0.0
-        """Wall-clock seconds in the current series of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """Seconds that each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
         self._disk_wait: dict[str, float] = {}
 
@@ -48,9 +45,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long each thread has waited (two files per
-        thread), and subtracts the longest wait in this series of inspections, which a call without `inspect` ends. The
-        kernel reports a wait only when it is over, so the clock may go back a little.
+        """With `inspect`, reads how long each thread has waited (two files per thread), and subtracts the longest wait
+        in this series of inspections, which a call without `inspect` ends. The kernel reports a wait only when it is
+        over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -84,7 +81,7 @@ class Standstill:
         self._since = 0.0
 
     def advance(self, elapsed: float) -> float:
-        """Adds `elapsed` wall-clock seconds, and returns the seconds of standstill."""
+        """Returns the seconds of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -97,13 +94,13 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Adds `elapsed` wall-clock seconds, and returns for how long the process has been stopped."""
+        """Returns for how many seconds the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """Processor time of all threads, in clock ticks; None if unreadable. `process`: its directory in /proc."""
+    """In clock ticks; None if unreadable. `process`: its directory in /proc."""
     try:
         # These are fields 14 and 15. `state` explains the split.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
@@ -113,7 +110,6 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -169,7 +165,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """Returns the bytes of RAM that this process uses; 0 without /proc."""
+    """Returns 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

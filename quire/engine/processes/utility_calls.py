@@ -103,7 +103,6 @@ def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Returns the call's result or raises its error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -115,8 +114,8 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Runs a call. Returns its result, or its QuireError, as a message. If the call has no result, a QuireError is
-    raised. EngineError is always raised, because the process cannot continue after it.
+    """Returns its result, or its QuireError, as a message. If the call has no result, a QuireError is raised.
+    EngineError is always raised, because the process cannot continue after it.
     """
     try:
         value = invoke(declared, owner, call)
@@ -128,8 +127,8 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """Runs a call with a result; its method may be a coroutine function. The process can continue after an error, so
-    every QuireError becomes a result.
+    """The method may be a coroutine function. The process can continue after an error, so every QuireError becomes a
+    result.
     """
     assert call.id is not None
     try:
@@ -161,9 +160,7 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """Starts a call. The returned future gets its result or error. If the future is cancelled, the call is
-        forgotten.
-        """
+        """If the future is cancelled, the call is forgotten."""
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
@@ -172,7 +169,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Resolves the call's future. Returns its result; None for an error, or if nobody awaits the call."""
+        """Returns the call's result; None for an error, or if nobody awaits the call."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

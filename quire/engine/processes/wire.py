@@ -45,9 +45,8 @@ class Wire:
         self._socket.send_multipart(frames)  # never blocks, because the returned future is already done
 
     async def receive(self) -> list[bytes]:
-        """Returns the next message's frames. One iteration of the event loop receives several waiting messages, so a
-        server that lags behind its engine sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN
-        limit that.
+        """One iteration of the event loop receives several waiting messages, so a server that lags behind its engine
+        sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN limit that.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
