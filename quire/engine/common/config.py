@@ -24,7 +24,7 @@ DEFAULT_DISK_GIB = 10
 """Limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""Default maximum tokens of a step. The second number is for GPUs with at least LARGE_GPU_BYTES."""
+"""The second number is for GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -303,9 +303,7 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """Drop a quantization that the checkpoint already has, so that --quantization fp8 keeps an fp8 checkpoint as it
-        is.
-        """
+        """--quantization fp8 then keeps an fp8 checkpoint as it is."""
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -319,7 +317,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """Raise max_num_batched_tokens on a large GPU, if it is unset. `memory`: the GPU's bytes."""
+        """`memory`: the GPU's bytes."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
@@ -368,9 +366,7 @@ class EngineConfig(BaseModel):
     def drop_redundant_mtp_model(
         cls, value: SpeculativeConfig | None, info: ValidationInfo
     ) -> SpeculativeConfig | None:
-        """Drop the model of mtp, because vLLM's recipes name the served model there. Raises ValueError for another
-        model.
-        """
+        """vLLM's recipes name the served model as mtp's model. Raises ValueError for another model."""
         if value is None or value.method != "mtp" or value.model is None:
             return value
         if value.model != info.data.get("model"):

@@ -9,7 +9,6 @@ from quire.engine.common.speculative_keys import IGNORED_VLLM_KEYS, UNSUPPORTED_
 
 
 def _parse_json_object(value: object) -> object:
-    """Parse text as a JSON object; return other values unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -25,12 +24,11 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Replace `half` and `float`, vLLM's other names of float16 and float32."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Replace vLLM's other names of quantizations. Raises ValueError for names of unsupported devices."""
+    """Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -94,9 +92,7 @@ class KVEventsConfig(BaseModel):
 
 
 def _endpoint_of_replica(endpoint: str, index: int) -> str:
-    """The endpoint of replica `index`, as in vLLM: the port of a TCP endpoint increases by `index`, other endpoints get
-    a suffix.
-    """
+    """Endpoints get numbers as in vLLM."""
     base, colon, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp:"):
         return f"{base}{colon}{int(port) + index}"
@@ -112,16 +108,12 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens; suffix also searches recent answers with the same cache salt. grammar
-    drafts only what a grammar forces, which all other methods except none draft too. draft_model uses `model`; eagle,
-    eagle3 and medusa use heads in `model`; mtp uses a layer of the served checkpoint, and accepts vLLM's names for
-    single families.
+    drafts only what a grammar forces, which all other methods except none draft too.
     """
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of draft heads."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """Maximum number of draft tokens per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
     """Continues the drafts of a model or heads, or drafts alone where its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)
@@ -130,7 +122,6 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Drop ignored keys, infer a missing method, and replace unsupported ones by none."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in IGNORED_VLLM_KEYS}
@@ -199,5 +190,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why the device is not supported; None if it is supported or unknown."""
+    """None if the device is supported or unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

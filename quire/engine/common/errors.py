@@ -1,24 +1,4 @@
-"""Errors raised on purpose. server/error_responses.py maps them to HTTP statuses.
-
-QuireError
-├── InvalidRequest            the caller's mistake
-│   ├── ContextLengthExceeded
-│   ├── PreviousResponseNotFound
-│   └── AdapterError          an adapter is unreadable, or does not fit the model
-├── ModelNotFound
-├── RequestNotFound           no open request has that id
-├── Conflict                  stored content differs from the request's
-├── RateLimited
-├── Overloaded                no room now; a later try may succeed
-│   └── QueueTimeout
-├── SlowReader                the client reads its answer too slowly
-├── Timeout
-├── EngineError               the engine failed a request
-│   ├── EngineGone            only another server, or another load, can answer
-│   └── RequestQuarantined    the request ended several engine processes
-└── ConfigError               the server does not start
-    └── ModelError            the model's files cannot be found, read or understood
-"""
+"""Errors raised on purpose. server/error_responses.py maps them to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -53,6 +33,8 @@ class PreviousResponseNotFound(InvalidRequest):
 
 
 class AdapterError(InvalidRequest):
+    """The adapter is unreadable, or does not fit the model."""
+
     code = "invalid_adapter"
 
 
@@ -65,6 +47,8 @@ class RequestNotFound(QuireError):
 
 
 class Conflict(QuireError):
+    """Stored content differs from the request's."""
+
     code = "conflict"
 
 
@@ -77,6 +61,8 @@ class RateLimited(QuireError):
 
 
 class Overloaded(QuireError):
+    """There is no room now; a later try may succeed."""
+
     code = "overloaded"
 
 
@@ -103,10 +89,12 @@ class EngineError(QuireError):
 
 
 class EngineGone(EngineError):
-    pass
+    """Only another server, or another load, can answer."""
 
 
 class RequestQuarantined(EngineError):
+    """The request ended several engine processes."""
+
     code = "request_quarantined"
 
 
@@ -117,6 +105,8 @@ class ConfigError(QuireError, ValueError):
 
 
 class ModelError(ConfigError):
+    """The model's files cannot be found, read or understood."""
+
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model")
 
@@ -127,14 +117,13 @@ def may_succeed_later(error: Exception) -> bool:
 
 
 def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
-    """Raise ConfigError with the first truthy reason, if any."""
     for why in reasons:
         if why:
             raise ConfigError(f"{param}: {why}", param=param)
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raises InvalidRequest if `task` is not one of `tasks`."""
+    """Raises InvalidRequest."""
     if task not in tasks:
         hint = "; with pooling_type='last' it computes embeddings" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

@@ -24,29 +24,24 @@ class PendingOutput(Protocol):
 
 
 class AdapterLoader(Protocol):
-    """Loads LoRA adapters into slots in the background."""
-
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Begin to load. No scheduled request may use the slot before `install_finished_loads` reports it."""
+        """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
         """Return the slots whose load has ended since the last call, each with None or an error message."""
 
-    def wait_for_any_load(self, seconds: float) -> None:
-        """Return when any load has ended, or after `seconds`."""
+    def wait_for_any_load(self, seconds: float) -> None: ...
 
 
 class BlockMover(Protocol):
-    """Copies KV blocks between the device and the host. `read_block` and `write_block` are thread-safe, and return when
-    the copy is done.
-    """
+    """`read_block` and `write_block` are thread-safe, and return when the copy is done."""
 
     block_bytes: int
     layout: str
     """Identifies the meaning of a block's bytes: shapes, dtypes, order, and what computed them."""
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """Prepare for writes of these blocks. The engine's loop calls this before other threads write them."""
+        """The engine's loop calls this before other threads write the blocks."""
 
     def read_block(self, block: int) -> memoryview:
         """Return the block's content after the batches launched so far. The caller must launch no batch that writes the
@@ -54,7 +49,7 @@ class BlockMover(Protocol):
         """
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
-        """Write the block. The caller must launch no batch that uses the block before this returns."""
+        """The caller must launch no batch that uses the block before this returns."""
 
 
 RPC_METHODS = ("describe", "parameters")
@@ -62,8 +57,8 @@ CollectiveRPC = Callable[[bytes], list[bytes]]
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Encode a call for all ranks. Other processes import the function by name. Raises InvalidRequest if they cannot,
-    or if arguments cannot be pickled.
+    """Other processes import the function by name. Raises InvalidRequest if they cannot, or if arguments cannot be
+    pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -81,7 +76,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """Return the ranks' results in rank order. Raises EngineError if a rank failed."""
+    """Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))

@@ -2,7 +2,7 @@
 
 Only regular files of bounded size are read, so no file can block a start or fill the memory. Errors name file, field
 and fault in one line. Symbolic links may point anywhere, because the hub's cache consists of them, and people store
-weights on other disks. For paths inside files see `find_weight_files`.
+weights on other disks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Validated = TypeVar("Validated")
 
 
 def open_if_present(path: Path) -> BinaryIO | None:
-    """None if there is no file. Raises ModelError if it is unreadable or not regular."""
+    """Raises ModelError if the file is unreadable or not regular."""
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -53,7 +53,7 @@ def open_required(path: Path) -> BinaryIO:
 
 
 def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-    """None if there is no file. Raises ModelError if it is unreadable, empty, or larger than `max_bytes`."""
+    """Raises ModelError if the file is unreadable, empty, or larger than `max_bytes`."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -70,7 +70,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """None if there is no file. Raises ModelError if it is unreadable, too large, empty or not UTF-8."""
+    """Raises ModelError if the file is unreadable, too large, empty or not UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -79,7 +79,7 @@ def read_text_if_present(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """None if there is no file. Raises ModelError if it is not a JSON object."""
+    """Raises ModelError if the file is not a JSON object."""
     text = read_text_if_present(path, max_bytes)
     if text is None:
         return None

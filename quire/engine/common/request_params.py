@@ -215,7 +215,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token sequences at which DRY stops matching: only repetitions that contain none of them are penalized."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """None allows all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,
@@ -351,7 +350,7 @@ PoolingType = Literal["last", "mean", "cls", "none"]
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only this many first elements of an embedding (Kusupati et al., 2022); None keeps all."""
+    """Keep only this many first elements of an embedding (Kusupati et al., 2022)."""
     activation: bool | None = None
     """Whether to normalize embeddings, or to turn scores into probabilities; None is the model's default."""
     second_segment: int | None = None

@@ -15,7 +15,6 @@ class SamplingField:
     text: str
     minimum: float | None = None
     maximum: float | None = None
-    """None means no maximum. A `minimum` of None means no minimum."""
     excludes_minimum: bool = False
     is_copied: bool = True
     has_model_default: bool = False

@@ -23,7 +23,6 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """0 means the base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """All images of `spans`, each one once."""
     cache_salt: str = ""
     """Only requests with the same salt share encoder outputs."""
 
@@ -112,19 +111,19 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step's work. It is never sent to the API process."""
+    """Never sent to the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """Copies of block contents, done in order before the step computes anything."""
+    """Done in order before the step computes anything."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
     adapter_loads: list[tuple[str, float]] = []
     """(adapter name, seconds that requests waited for the adapter)."""
     freed_slots: list[int] = []
     slot_copies: list[SlotCopy] = []
-    """Copies of slots' states, done in order before the step computes anything."""
+    """Done in order before the step computes anything."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
@@ -151,11 +150,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
     """For each sampling request, one token and one more per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
-    """One for each token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For each prompt token of the chunk, the log probability of the token after it."""
     errors: dict[str, RequestFailure] = {}
-    """Requests that end with an error."""
     vectors: dict[str, bytes] = {}
     """Vectors of pooling requests, float32, little-endian. These requests end."""
     used_cuda_graph: bool = False

@@ -47,7 +47,6 @@ IGNORED_VLLM_KEYS = {
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Why keys are ignored; "" if none is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -49,7 +49,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     original: tuple[int, int] | None = None
     """(height, width) before resizing, if the image's features depend on it."""
     encoder_cost: int = 1
-    """Cost in tokens of a step's budget; see VisionSpec.encoder_cost."""
+    """Cost in tokens of a step's budget."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
@@ -70,7 +70,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     emitted_ids: list[int] = []
     """Tokens that an earlier engine computed before it ended, and that this engine continues."""
     session: str = ""
-    """The caller's conversation id. The conversation's blocks are pinned for its next turn."""
+    """The caller's conversation id."""
     keep_seconds: float = 0.0
     """Seconds for which blocks stay pinned; 0 lets the engine decide."""
     cache_salt: str = ""
@@ -82,13 +82,12 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The tenant's weight in fair scheduling, above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """Spans in the order of their positions."""
+    """In the order of their positions."""
     images: tuple[Image, ...] = ()
     """All images of `spans`, each one once."""
 
     @property
     def sampling_params(self) -> SamplingParams | None:
-        """None for pooling requests."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -96,9 +95,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """Maximum number of output tokens: 0 for pooling, None if the prompt is too long. `context_room`: the context's
-        tokens after the prompt.
-        """
+        """0 for pooling, None if the prompt is too long. `context_room`: the context's tokens after the prompt."""
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -153,7 +150,6 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    """One for each new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One for each prompt token, None for the first. All are in one output."""
     finish_reason: FinishReason | None = None

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 class WeightReceiverMethods(ABC):
     @abstractmethod
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Join the group. Returns when all members have joined; raises an error after `timeout` seconds."""
+        """Returns when all members have joined; raises an error after `timeout` seconds."""
 
     @abstractmethod
     def leave(self) -> None: ...

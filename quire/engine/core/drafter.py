@@ -16,7 +16,7 @@ RequestsToDraft = Sequence[tuple[Request, int]]
 
 
 KIND_DEFAULT = 0
-"""Kind of a token about which nothing more is known. Kinds 1 to 99 are bit lengths of a matched n-gram's length."""
+"""Kinds 1 to 99 are bit lengths of a matched n-gram's length."""
 KIND_FORCED = -1
 """Kind of a token that the grammar forces. Nearly all are accepted, unless the model splits text or spaces JSON
 differently.
@@ -30,13 +30,8 @@ FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
-    """Draft tokens for a request; empty if no token is worth a try."""
-
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One kind for each token. If empty, the kinds derive from `probabilities`, or are all KIND_DEFAULT if
-    `probabilities` is empty too.
-    """
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -78,13 +73,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """Return a draft for each request. `num_step_tokens`: tokens of the step, not counting drafts."""
+        """`num_step_tokens`: tokens of the step, not counting drafts."""
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn
-        """Learn how many of `drafts` draft tokens were accepted."""
+        ...
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when a request that may have had drafts has finished."""
+        ...
 
 
 class TokenwiseDrafter(ABC):
@@ -99,11 +94,11 @@ class TokenwiseDrafter(ABC):
         """Extend the drafts at `indices`, which must ascend and be among those of the last call."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        """Called when a request has finished."""
+        ...
 
 
 class NullDrafter(Drafter):
-    """A drafter that drafts nothing. A GrammarDrafter around it drafts only what grammars force."""
+    """A GrammarDrafter around it drafts only what grammars force."""
 
     needs_grammar = True
 

@@ -46,7 +46,6 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
-    """A request's block table, empty while the request waits; None if the request is unknown."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None

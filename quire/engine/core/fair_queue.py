@@ -17,9 +17,7 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Gateways may send new tenant names without end. Beyond this number, the least served half of the idle tenants is
-forgotten.
-"""
+"""Gateways may send new tenant names without end."""
 OUTPUT_TOKEN_COST = 2
 """Cost of an output token in prompt tokens, as in the paper."""
 
@@ -32,8 +30,8 @@ next urgent request need not wait for a long step.
 
 
 class TokenBudget:
-    """A step's tokens. Requests with the lowest priority number are urgent. While they run or wait, all others together
-    get as many tokens as the urgent ones generate, but at least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
+    """Requests with the lowest priority number are urgent. While they run or wait, all others together get as many
+    tokens as the urgent ones generate, but at least MIN_LOW_PRIORITY_TOKENS. Urgent prompts do not count.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -48,7 +46,7 @@ class TokenBudget:
         return min(self.remaining, max(MIN_LOW_PRIORITY_TOKENS, self._urgent_tokens) - self._low_priority_tokens)
 
     def spend(self, request: Request, count: int) -> None:
-        """Count tokens as used. A negative `count` returns them."""
+        """A negative `count` returns tokens."""
         self.remaining -= count
         if request.engine_request.priority <= self.urgency:
             self._urgent_tokens += count if request.num_output_tokens else 0
@@ -63,10 +61,8 @@ class FairQueue:
         self._queues: dict[tuple[int, str], list[Request]] = {}
         """Requests in sort-key order, by (priority, tenant)."""
         self._last_served = 0.0
-        """A tenant's counter starts at this value if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts cannot be split, so the step gets all `tokens`."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -138,7 +134,6 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """Slot of the request's adapter; 0 if the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
@@ -153,7 +148,7 @@ class FairQueue:
         return ()
 
     def wait_for_loads(self) -> None:
-        """Wait briefly for adapter loads. Called only while there is nothing to compute."""
+        """Called only while there is nothing to compute."""
 
     def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         served = self._served.get(request.tenant, self._last_served)

@@ -16,8 +16,7 @@ class KVOffloader(ABC):
 
     @property
     @abstractmethod
-    def has_open_loads(self) -> bool:
-        """True if a request waits for blocks."""
+    def has_open_loads(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -25,12 +24,10 @@ class KVOffloader(ABC):
         """Number of blocks that no tier stored, because they came too fast."""
 
     @abstractmethod
-    def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
-        """Called once by the scheduler."""
+    def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None: ...
 
     @abstractmethod
-    def offload_blocks_before_free(self, request: Request) -> None:
-        """Store a request's blocks before they are freed."""
+    def offload_blocks_before_free(self, request: Request) -> None: ...
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
@@ -39,8 +36,7 @@ class KVOffloader(ABC):
         """
 
     @abstractmethod
-    def take_loaded_requests(self) -> Sequence[Request]:
-        """Return the requests that need not wait any longer."""
+    def take_loaded_requests(self) -> Sequence[Request]: ...
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
@@ -48,19 +44,16 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def wait_for_loads(self) -> None:
-        """Wait briefly for loads. Called only while there is nothing to compute."""
+        """Called only while there is nothing to compute."""
 
     @abstractmethod
-    def take_load_records(self) -> list[BlockLoadRecord]:
-        """Return the loads since the last call."""
+    def take_load_records(self) -> list[BlockLoadRecord]: ...
 
     @abstractmethod
-    def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """Learn from a step how long computing this many tokens takes."""
+    def record_step_cost(self, tokens: int, seconds: float) -> None: ...
 
     @abstractmethod
-    def clear_tiers(self) -> None:
-        """Make the tiers forget all blocks."""
+    def clear_tiers(self) -> None: ...
 
     @abstractmethod
     def tier_stats(self) -> list[TierStats]: ...

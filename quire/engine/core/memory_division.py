@@ -9,9 +9,7 @@ from quire.engine.processes.procfs import resident_bytes
 
 
 def measure_host_memory(info: EngineInfo, resident_at_start: int) -> MemoryView | None:
-    """Divide the memory of the machine, or of the process's control group. None if its size or `resident_at_start` is
-    unknown.
-    """
+    """Divide the memory of the machine, or of the process's control group."""
     total = total_host_bytes()
     if total is None or not resident_at_start:
         return None

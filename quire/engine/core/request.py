@@ -30,7 +30,7 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """An engine request that is being served. Only the scheduler and the classes that it calls change it.
+    """Only the scheduler and the classes that it calls change it.
 
     `num_computed_tokens` includes the tokens of steps in flight. These steps sample at most `num_tokens_in_flight`
     tokens. If num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1, the next step computes the last token
@@ -57,7 +57,6 @@ class Request:
         self.sort_key = (0.0, arrival)
         self.priority_key = (engine_request.priority, *self.sort_key)
         self.max_output_tokens = limit
-        """0 for pooling requests."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING
@@ -74,7 +73,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         """None until the request first starts."""
         self.num_charged_tokens = 0
-        """Number of prompt tokens charged. Recomputing them after a preemption costs the tenant nothing."""
+        """Recomputing prompt tokens after a preemption costs the tenant nothing."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -91,7 +90,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """Set the sort key. Return an error if `place`, perhaps a user's function, raises or returns no number."""
+        """`place` may be a user's function, which may raise or return no number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -117,9 +116,7 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Known tokens that are not computed. 0 while tokens in flight may complete the output, or must reach the host
-        first.
-        """
+        """0 while tokens in flight may complete the output, or must reach the host first."""
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
         ):
@@ -127,9 +124,8 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Return how many pending tokens the next step computes, at most `max_tokens`, and the encoder chunks that they
-        need. Together they cost at most `budget`. A bidirectional span is never split: it waits for the next step or,
-        if it comes first and its image is encoded, exceeds both limits.
+        """The tokens and the encoder chunks that they need together cost at most `budget`. A bidirectional span is
+        never split: it waits for the next step or, if it comes first and its image is encoded, exceeds both limits.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -161,7 +157,6 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """Work done on this image; 0 unless it is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -169,12 +164,11 @@ class Request:
         )
 
     def mark_encoded(self, chunks: Sequence[EncoderChunk]) -> None:
-        """`chunks` must not be empty."""
         self._encoded_digests.update(each.digest for each in chunks if each.is_last)
         self._current_encoder_chunk = chunks[-1]
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
-        """Hashes of the first `count` blocks. `size` must be the same in all calls."""
+        """`size` must be the same in all calls."""
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
@@ -197,7 +191,7 @@ class Request:
         return ("length", None) if self.num_output_tokens >= self.max_output_tokens else (None, None)
 
     def reset_to_waiting(self) -> None:
-        """Prepare for a restart after preemption. Tokens in flight are still appended."""
+        """Tokens in flight are still appended."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.slot = None

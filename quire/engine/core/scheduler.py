@@ -1,7 +1,7 @@
 """Decides what each step computes, by one rule: a request's computed tokens catch up with its known tokens.
 
-Decodes are scheduled first, then prefills in chunks, within a token budget. The rule covers chunked prefill, prefix
-cache hits, mixed batches, draft tokens and preemption. The scheduler touches no device and reads no clock.
+Decodes are scheduled first, then prefills in chunks, within a token budget. The scheduler touches no device and reads
+no clock.
 
 `schedule()` may run ahead of `update_from_output()`: a step counts as computed once it is scheduled, and its tokens are
 appended when it is applied. Devices run steps in scheduling order, so freed blocks may be reallocated while a step is
@@ -37,7 +37,6 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """A request that may have drafts is never scheduled before the results of its last step are applied."""
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -84,7 +83,6 @@ class Scheduler:
         )
 
     def find_request(self, request_id: str) -> Request | None:
-        """None if the id is unknown."""
         return self._requests.get(request_id)
 
     def place(self, request: EngineCoreRequest) -> float:
@@ -217,9 +215,7 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt running requests if the first waiting request can then start. This runs before a step is planned,
-        because blocks of requests in the plan cannot be reused.
-        """
+        """This runs before a step is planned, because blocks of requests in the plan cannot be reused."""
         request = self._waiting.peek()
         if (
             request is None
@@ -273,7 +269,6 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Start waiting requests, without preempting others."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -328,7 +323,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, drafter: Drafter, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, Draft]:
-        """Return drafts for the chunks, which already have their blocks, so drafts cause no preemption."""
+        """The chunks already have their blocks, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -353,8 +348,8 @@ class Scheduler:
         return drafts
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, draft: Draft) -> ScheduledRequest:
-        """Count the chunk as computed. Other requests of the step can share its full blocks, because each layer stores
-        keys and values before it attends.
+        """Other requests of the step can share the chunk's full blocks, because each layer stores keys and values
+        before it attends.
         """
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
@@ -386,7 +381,6 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Count the prompt tokens from `start` on that are now computed, and charge the tenant once for each token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

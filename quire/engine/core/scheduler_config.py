@@ -16,7 +16,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
     long_prefill_token_threshold: int | None = None
-    """Maximum prompt tokens of a request per step; None if unlimited."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     hash_block_size: int | None = None
@@ -29,9 +28,8 @@ class SchedulerConfig:
     """Number of pipeline stages. No request is in two steps in flight, except with chunks of its prompt."""
     snapshots: SnapshotConfig | None = None
     waits_for_grammar_tokens: bool = True
-    """True: a request with a grammar is scheduled only once the host knows its last token. False: its forward pass is
-    launched before that, and the executor samples when the host knows the token (PendingOutput.sample_tokens). False
-    needs exactly one step in flight.
+    """False: the forward pass of a request with a grammar is launched before the host knows its last token
+    (PendingOutput.sample_tokens). This needs exactly one step in flight.
     """
 
     @property

@@ -27,7 +27,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """True if the tier hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
-        """Add the counters of an earlier engine. Gauges are not added."""
+        """Gauges are not added."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -57,7 +57,7 @@ class _Counters(msgspec.Struct, array_like=True):
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges, and counters since the start. `saved_blocks`: how many more blocks requests would use without windows."""
+    """`saved_blocks`: how many more blocks requests would use without windows."""
 
     running: int = 0
     waiting: int = 0
@@ -69,7 +69,6 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     load_seconds: float = 0.0
     pages_lost: int = 0
     prefix_unit: int = 0
-    """Cached prefixes have a multiple of this number of tokens; 0 if the cache is off."""
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
@@ -94,12 +93,10 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
 
 def add_counts(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Add elementwise. A missing element counts as 0."""
     return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
 
 
 def count_sources(sources: Sequence[int]) -> list[int]:
-    """Number of draft tokens by source, indexed as DRAFT_SOURCES."""
     return [sources.count(index) for index in range(len(DRAFT_SOURCES))]
 
 
@@ -126,12 +123,11 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
-"""Fields that never decrease."""
 _COUNTER_VECTORS = ("accepted_drafts", "draft_tokens_by_source", "accepted_by_source")
 
 
 class LiveCounters(_Counters):
-    """An engine's counters. Lists are replaced and never changed, because EngineStats shares them."""
+    """Lists are replaced and never changed, because EngineStats shares them."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -165,7 +161,6 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
-    """Number of KV cache groups, which the table interleaves."""
     computed_tokens: int
     num_blocks: int
     block_ids: list[int]
@@ -202,12 +197,11 @@ class EngineView(msgspec.Struct, frozen=True):
     """0 if unknown."""
     seconds: float
     memory: list[MemoryView] = []
-    """One for each engine; empty if unknown."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Record of a step. Times are in seconds of time.monotonic(). Python's garbage collector tracks neither records nor
-    their fields. Otherwise, with 100,000 records it would block the event loop for milliseconds.
+    """Times are in seconds of time.monotonic(). Python's garbage collector tracks neither records nor their fields.
+    Otherwise, with 100,000 records it would block the event loop for milliseconds.
     """
 
     number: int
@@ -238,7 +232,6 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """`times`: time.monotonic() when the step began, was scheduled, was computed and was applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)

@@ -23,11 +23,9 @@ class _LaunchedStep:
 
 
 class StepRunner:
-    """Runs steps. `steps_ahead`: number of steps in flight while the next one is scheduled. With 1, the device never
-    waits for Python, but a stop condition is found one step late. If a request needs its tokens on the host, the oldest
-    step is applied before the next is scheduled. Otherwise the request would miss every other step. A request with a
-    grammar needs its tokens on the host only to sample: its forward pass is launched ahead, and `sample_tokens` follows
-    once the step before is applied.
+    """`steps_ahead`: number of steps in flight while the next one is scheduled. With 1, the device never waits for
+    Python, but a stop condition is found one step late. If a request needs its tokens on the host, the oldest step is
+    applied before the next is scheduled. Otherwise the request would miss every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -38,7 +36,6 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
-        """None if the last run_step() applied no step."""
 
     @property
     def has_work(self) -> bool:

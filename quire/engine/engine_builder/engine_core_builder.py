@@ -26,7 +26,7 @@ from quire.engine.worker.startup import start_worker
 
 
 class EngineCoreBuilder:
-    """Builds an EngineCore's parts. Do not keep this object, because it keeps the weights in memory."""
+    """Do not keep this object, because it keeps the weights in memory."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
         """`tensors`: weights by checkpoint name, which replace the files. Raises ConfigError."""

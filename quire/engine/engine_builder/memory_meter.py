@@ -15,9 +15,7 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
-    """Call when the engine is ready, because all memory that is then in use counts as weights and libraries. The meter
-    returns None for unsupported devices, and for an engine of several processes.
-    """
+    """Call when the engine is ready, because all memory that is then in use counts as weights and libraries."""
     if world_size > 1:
         return lambda: None
     if info.device == "cpu":

@@ -53,7 +53,7 @@ def make_scheduler(
 
 
 def make_kv_event_publisher(config: EngineConfig, *, caches_prefixes: bool) -> KVEventPublisher | None:
-    """Returns None if KV events are not configured. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.kv_events_config is None or not config.kv_events_config.is_enabled:
         return None
     has_tiers = bool(config.kv_offload_memory or config.kv_offload_dir or config.kv_offload_tier)

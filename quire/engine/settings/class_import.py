@@ -9,7 +9,7 @@ _Base = TypeVar("_Base")
 
 
 def import_class(setting: str, path: str, base: type[_Base], kind: str) -> type[_Base]:
-    """Import a user's class. `path`: MODULE:CLASS. Raises ConfigError."""
+    """`path`: MODULE:CLASS. Raises ConfigError."""
     module, _, name = path.partition(":")
     try:
         imported = getattr(import_module(module), name)

@@ -33,8 +33,7 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """Load settings. Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, variables of PyTorch launchers,
-    defaults.
+    """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, variables of PyTorch launchers, defaults.
 
     `origin` names an explicit value's source in errors. `other_settings`: further settings that variables may set; None
     allows any that do not resemble one of the model's. Raises ConfigError that names each bad value's key and source.
@@ -66,7 +65,6 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raise ConfigError for a variable that is probably misspelled."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -82,7 +80,6 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """A hint about which variable is meant; "" if there is none."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )

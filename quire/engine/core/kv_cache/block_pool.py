@@ -19,13 +19,13 @@ def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """An engine's blocks, with ids 0 to num_blocks - 1. Not thread-safe, because only one scheduler uses it."""
+    """Ids are 0 to num_blocks - 1. Not thread-safe, because only one scheduler uses it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """Indexed by block. NumPy reads this array."""
+        """NumPy reads this array."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
@@ -33,9 +33,7 @@ class BlockPool:
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
-        """Called with the hashes of an evicted block."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Called with the ids of blocks that are about to be overwritten."""
 
     @property
     def num_free(self) -> int:
@@ -47,7 +45,6 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """Number of unpinned free blocks, which are allocated before pinned ones."""
         return len(self._free)
 
     @property
@@ -81,11 +78,11 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """Return the block with this hash, without taking a reference."""
+        """Takes no reference."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks before the first missing hash, without taking references."""
+        """Takes no references."""
         blocks = []
         for digest in digests:
             block = self._block_by_hash.get(digest)
@@ -107,7 +104,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Let blocks be allocated last. Each block must have a reference or a hash."""
+        """Each block must have a reference or a hash."""
         for block in blocks:
             if block not in self._pin_counts and self.ref_counts[block] == 0:
                 del self._free[block]
@@ -115,7 +112,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo one `pin`. Free blocks without other pins are allocated next, the last one of them first."""
+        """Free blocks without other pins are allocated next, the last one of them first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:
@@ -135,7 +132,7 @@ class BlockPool:
         return True
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop references. Blocks at the end of a prefix are reused before those at its beginning."""
+        """Blocks at the end of a prefix are reused before those at its beginning."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             assert self.ref_counts[block] >= 0, f"block {block} was released twice"
@@ -154,7 +151,6 @@ class BlockPool:
         self._free.move_to_end(block, last=False)
 
     def clear_hashes(self) -> None:
-        """Forget all hashes. Blocks in use keep their content."""
         self._block_hashes.clear()
         self._block_by_hash.clear()
 

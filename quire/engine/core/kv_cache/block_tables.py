@@ -8,16 +8,13 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """The requests' block tables. Request.block_ids interleaves KV cache groups: for every block_size tokens, it has
-    one block of each group. NULL_BLOCK replaces blocks that left a sliding window.
-    """
+    """Request.block_ids interleaves KV cache groups: for every block_size tokens, it has one block of each group."""
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
         self.pool = pool
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Number of additional blocks that the current requests would use if there were no windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -30,9 +27,7 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Number of blocks needed to compute all tokens after the `cached` blocks. Blocks that leave a window are
-        reused.
-        """
+        """Blocks that leave a window are reused."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -43,8 +38,8 @@ class BlockTables:
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """Free the blocks that left a window. A step in flight may still read them, but their next owner writes later.
-        Rejecting drafts never leads back before the first token of the drafts' step.
+        """A step in flight may still read the freed blocks, but their next owner writes later. Rejecting drafts never
+        leads back before the first token of the drafts' step.
         """
         for group, window in self.windowed_groups:
             first, last = (
@@ -59,7 +54,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """Start a request, which must have no blocks, with these cached blocks."""
+        """The request must have no blocks."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size

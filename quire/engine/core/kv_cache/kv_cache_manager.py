@@ -61,7 +61,6 @@ class KVCacheManager:
             self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Return the request's cached blocks, without its last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         if self._snapshots is None:
@@ -73,7 +72,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Number of blocks that must become free; negative if more are free than needed."""
+        """Negative if more blocks are free than needed."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -91,9 +90,7 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Free blocks that left a window, then allocate. Return False, with nothing allocated, if too few blocks are
-        free.
-        """
+        """Returns False, with nothing allocated, if too few blocks are free."""
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)
@@ -112,9 +109,7 @@ class KVCacheManager:
         return max_drafts if self._snapshots is None else self._snapshots.limit_draft_tokens(num_known, max_drafts)
 
     def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
-        """Cache the blocks of a step that computes tokens from `start` on. Tokens after the first `num_known` are
-        drafts.
-        """
+        """Tokens after the first `num_known` are drafts."""
         if not self.prefix_cache.is_enabled or request.num_computed_tokens == start:
             return
         if self._snapshots is not None:
@@ -122,18 +117,16 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Take references to sources, because a load might otherwise overwrite one before it is copied."""
+        """A load might otherwise overwrite a source before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies of states to make, in order, before the step that is being scheduled."""
         return [] if self._snapshots is None else self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
-        """Free the request's blocks. They may stay pinned for the conversation's next turn."""
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 

@@ -48,7 +48,6 @@ class Session:
     """Moving average in seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
-        """The larger the ratio, the less likely the session continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -106,9 +105,7 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Pause the request's session, and perhaps pin `blocks`, which are in the prefix cache. Call before the request
-        frees the blocks.
-        """
+        """`blocks` are in the prefix cache. Call before the request frees them."""
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
@@ -142,9 +139,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """Find the session by the request's key or by its last hash. A session found by its hash gets the request's
-        key; None if it has another key.
-        """
+        """A session found by its hash gets the request's key; None if it has another key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -218,7 +213,7 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """Unpin blocks until `count` more are free. The session least likely to continue loses blocks first."""
+        """Unpin blocks until `count` more are free."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -256,7 +251,6 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
-    """None if the request has no session id."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

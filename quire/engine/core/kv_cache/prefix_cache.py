@@ -34,7 +34,6 @@ class PrefixCache:
         self.hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self.events: PrefixCacheEvents | None = None
-        """None if nobody reads events."""
         self._first_written: dict[int, int] = {}
         """Keyed by the blocks that the step being scheduled writes: the position within the block of the first token
         written.
@@ -53,7 +52,7 @@ class PrefixCache:
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
         """For each full block, the hashes of its beginnings, then that of the whole block. The last token is excluded,
-        because it must be computed. Empty if the request must not read the cache.
+        because it must be computed.
         """
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -67,7 +66,7 @@ class PrefixCache:
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Count hits and resume the session when a request first starts, not after a preemption."""
+        """Does nothing after a preemption."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -145,7 +144,6 @@ class PrefixCache:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
     def cached_blocks_with_hashes(self, request: Request) -> list[tuple[int, bytes]]:
-        """The request's cached blocks with their hashes. Only for a single KV cache group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
         digests = request.block_hashes(count * self._hashes_per_block, self.hash_block_size)[

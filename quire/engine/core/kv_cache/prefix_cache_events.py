@@ -10,8 +10,6 @@ _DIGEST_BYTES = 16
 
 
 class PrefixCacheEvents:
-    """Records which blocks the prefix cache stored and removed since the last `drain_events`, in order."""
-
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []

@@ -63,7 +63,6 @@ class StateSnapshots:
         self._pending = []
 
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """Limit the known tokens of the next step to those before the next snapshot."""
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
@@ -82,9 +81,7 @@ class StateSnapshots:
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
-        """Take a snapshot if one is due where the step ends. `num_known`: tokens computed after the step, without
-        drafts.
-        """
+        """`num_known`: tokens computed after the step, without drafts."""
         is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_snapshot_end(request)
         if not is_snapshot_end or num_known > len(request.token_ids):
             return
@@ -99,23 +96,20 @@ class StateSnapshots:
             self._pending.append(_PendingSnapshot(snapshot, digest, request.slot))
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
         copies, self._slot_copies = self._slot_copies, []
         return copies
 
     def clear_snapshots(self) -> None:
-        """Forget all snapshots."""
         self._pool.clear_hashes()
         self._snapshot_hashes.clear()
         self._pool.unref([each.snapshot for each in self._pending])
         self._pending = []
 
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """Set a callback. It gets ~slot for each slot that is about to be overwritten."""
+        """The callback gets ~slot for each slot that is about to be overwritten."""
         self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if there is a snapshot of the state after the block."""
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
@@ -145,7 +139,6 @@ class StateSnapshots:
         return list(dict.fromkeys(positions))
 
     def reserve_slot_for_load(self) -> int | None:
-        """Reserve a slot until `finish_load`. None if no slot is free now."""
         self._evict_stale()
         if not self._pool.num_free:
             return None
@@ -160,7 +153,6 @@ class StateSnapshots:
         return slot
 
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """`is_complete` is False if the load failed."""
         snapshot = slot - self._first_slot
         if is_complete:
             self._pool.cache_block(snapshot, digest)
@@ -175,7 +167,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """Tokens before the snapshot near the prompt's end; None if the snapshot would save too few."""
+        """None if the snapshot would save too few tokens."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 
