@@ -247,7 +247,7 @@ def test_serve_rejects_model_with_models_file_and_empty_file(tmp_path: Path) -> 
     file.write_text("")
     server = Server(tmp_path / "log", DEMO_MODEL, "--models", str(file), wait=False)
     assert server.process.wait(60) == 2
-    assert "give one of them" in server.log.read_text()
+    assert "give only one of them" in server.log.read_text()
     server = Server(tmp_path / "log", "--models", str(file), wait=False)
     assert server.process.wait(60) != 0
     assert "has no model" in server.log.read_text()

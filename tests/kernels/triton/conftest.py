@@ -8,11 +8,13 @@ collected.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,3 +69,9 @@ def _bfloat16_as_on_a_gpu() -> None:
         return cast(self, source, target)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+
+
+def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Stands for a graph: a replay runs the function again."""
+    result = function()
+    return lambda: result.copy_(function()), result  # type: ignore[return-value]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
@@ -19,14 +17,8 @@ from quire.kernels import backend_selection
 from quire.kernels.gpu import triton_backend
 from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
-from tests.kernels.triton.conftest import INTERPRETED
+from tests.kernels.triton.conftest import INTERPRETED, run_again
 from tests.tiny_models import VOCAB, save_tiny_model
-
-
-def run_again(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Stands for a graph: a replay runs the function again."""
-    result = function()
-    return lambda: result.copy_(function()), result  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -63,36 +55,3 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_or_drafts(
         assert [outputs[each.id].ids for each in requests] == expected
     assert engine.engine_stats.prefix_hits > 0
     assert engine.engine_stats.draft_tokens > 0
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gpt_oss", "gemma2"])
-def test_mixed_batch_graph_tokens_equal_single_request(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graphs pad steps with extra rows and sequences."""
-    if INTERPRETED:
-        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
-    monkeypatch.setitem(
-        backend_selection._BACKEND_FACTORIES,
-        "triton",
-        lambda deterministic: triton_backend.TritonBackend(deterministic=True),
-    )
-    options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
-    generator = torch.Generator().manual_seed(7)
-    shared = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (19, 3, 24)]
-    requests = [request(str(i), prompt, seed=i, max_tokens=4, temperature=0.0) for i, prompt in enumerate(shared)]
-    alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
-    expected = [run(alone, [each])[each.id].ids for each in requests]
-    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: run_again)
-    monkeypatch.setattr(prompt_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16,))
-    engine_options = {
-        "num_kv_blocks": 40,
-        "warmup_seconds": 0,
-        "max_num_batched_tokens": 10,
-        "enable_prefix_caching": False,
-    }
-    engine = EngineCore(EngineConfig(**engine_options, **options))
-    for _ in range(2):
-        outputs = run(engine, requests)
-        assert [outputs[each.id].ids for each in requests] == expected
-    assert engine.engine_stats.captured_prompt_steps > 2
