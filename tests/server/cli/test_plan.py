@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import re
@@ -37,7 +35,6 @@ from quire.engine.layers.rope import rope_table
 from quire.engine.processes.gpus import CUDA_VARIABLE, VisibleGPUs
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.cpu.native_library import ISAS
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.gpu.libraries.flash3 import Flash3Backend
 from quire.kernels.gpu.libraries.flash4 import Flash4Backend
@@ -63,6 +60,7 @@ from tests.engine.ranks import thread_ranks
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.kernels.installed import install_flash
 from tests.tiny_encoders import save_tiny_encoder
+from tests.tree import ROOT
 
 pytestmark = pytest.mark.usefixtures("kept_rates")
 
@@ -294,13 +292,6 @@ def test_gpu_table_values_are_plausible() -> None:
         assert 20 < card.flops / card.bandwidth < 500, f"{card.name}: so many operations per byte has none"
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process, without memory that it has freed."""
-    ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
-
-
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": {"model": DEMO_MODEL},
     "135 M, tied": {"hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -357,28 +348,16 @@ def test_gpu_plan_counts_int4_weight_bytes() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_planned_kv_tokens_equal_engine_kv_tokens(
-    shape: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine sees a machine with 1 GiB more than this process used before: memory used for loading counts too."""
+def test_planned_kv_tokens_equal_engine_kv_tokens(shape: str, options: dict[str, Any], tmp_path: Path) -> None:
     path = SHAPES[shape].get("model")
     if path is None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPES[shape]))
         path = str(tmp_path)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that earlier tests left would be freed later and count as room
-    before = resident_bytes()
-    monkeypatch.setattr(
-        "quire.engine.worker.device_memory.available_host_bytes", lambda: GIB - (resident_bytes() - before)
-    )
-    config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
-    cpu = CpuBackend()
-    compresses = cpu.missing_reason is None and cpu.isa in (ISAS["avx512_bf16"], ISAS["avx512_amx"])
-    planned = predict_kv_tokens(
-        config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses_weights=compresses)
-    )
-    info = EngineCore(config).info
-    assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
+    # A process of its own: memory that earlier tests' engines and threads free meanwhile would count as room.
+    command = [sys.executable, "-m", "tests.server.cli.kv_tokens_of_engine", path, json.dumps(options)]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout
+    planned, allocated = json.loads(output.splitlines()[-1])
+    assert planned == pytest.approx(allocated, rel=0.03)
 
 
 @pytest.mark.few(2)
