@@ -12,8 +12,9 @@ from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 class AttentionParams:
     scale: float
     window: int | None = None
-    """A query's own key counts. None: all keys."""
+    """Number of keys that a query sees, including its own. None: all keys."""
     softcap: float | None = None
+    """With a softcap c, a score s becomes c * tanh(s / c)."""
     lookahead: int | None = 0
     """Number of later keys that a query sees. None: all later keys. On GPUs, only 0 has a kernel."""
     relative_bias: Tensor | None = None
@@ -22,7 +23,7 @@ class AttentionParams:
     """
     kv_scales: KVScales = UNIT_KV_SCALES
     sinks: Tensor | None = None
-    """[H] float32 (gpt-oss, 2025)."""
+    """[H] float32: scores without a value, added to the softmax's denominator (gpt-oss, 2025)."""
     value_dim: int | None = None
     """If set, a value is the first value_dim elements of its key, and both caches are the same tensor."""
     has_chunked_window: bool = False

@@ -47,7 +47,7 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """The term x @ down.T @ up.T (LoRA, Hu et al., 2021)."""
+    """The term x @ down.T @ up.T (LoRA, Hu et al., 2021), which is added to some outputs of a linear."""
 
     first_output: int
     """A delta stays within one of the fused linears. Deltas do not overlap."""
@@ -80,7 +80,7 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Thread-safe."""
+        """Pack an adapter's deltas for `put_adapter`. Thread-safe."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
@@ -90,6 +90,7 @@ class LinearWithLora(ABC):
 @dataclass(frozen=True, slots=True)
 class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
+    """Maps token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
     """Maps [R, hidden] to [R, vocab] float32. None: the LM head is not tied."""
 
@@ -98,7 +99,8 @@ class QuantizedEmbedding:
 class AttentionMetadata:
     """T tokens of S sequences in a step, on the model's device.
 
-    Tokens query_start[s] to query_start[s + 1] are the last ones of sequence s.
+    Tokens query_start[s] to query_start[s + 1] are the last ones of sequence s, whose KV is in the blocks of
+    block_table[s].
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -141,6 +143,7 @@ class AttentionMetadata:
 
     @property
     def rope_positions(self) -> Tensor:
+        """[T] int64."""
         return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
@@ -158,7 +161,7 @@ class BidirectionalSpans:
     """
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
-    metadata: AttentionMetadata  # each span is one sequence that ends with the span
+    metadata: AttentionMetadata  # of the P tokens; each span is one sequence that ends with the span
 
 
 class Operations(ABC):
@@ -184,7 +187,7 @@ class Operations(ABC):
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual). May overwrite x and residual."""
+        """Return (rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -193,7 +196,8 @@ class Operations(ABC):
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Like add_rms_norm, but with layer_norm."""
 
     @abstractmethod
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -209,11 +213,11 @@ class Operations(ABC):
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up is [T, 2 * F] with the gate first."""
+        """Return silu(gate) * up [T, F] for gate_up [T, 2 * F], which has the gate first."""
 
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """GELU is tanh-approximated."""
+        """Like silu_mul, but with tanh-approximated GELU (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
@@ -233,8 +237,8 @@ class Operations(ABC):
     ) -> Tensor:
         """Return causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        Scores and sums are float32. A row's bits do not depend on batch, chunks or block ids, except on GPU backends
-        that are not deterministic.
+        Query head h reads KV head h // (H / K). Scores and sums are float32. A row's bits do not depend on batch,
+        chunks or block ids, except on GPU backends that are not deterministic.
         """
 
     def context_parallel_attention(
@@ -301,7 +305,8 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor: ...
+    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
+        """Concatenate [T, A] and [T, B] to [T, A + B]."""
 
     @abstractmethod
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
@@ -321,8 +326,11 @@ embeddings. May overwrite both inputs.
 class Backend(Operations):
     name: str
     block_size: int
+    """Tokens per KV block."""
     skips_negative_slots = False
-    """If True, slots below 0 (other ranks' tokens) store nothing."""
+    """If True, slots below 0 (other ranks' tokens) store nothing. If False, such tokens need slots in a
+    scratch block.
+    """
     keeps_weights_quantized: bool
     """If False, quantized weights are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
@@ -334,7 +342,9 @@ class Backend(Operations):
         return None
 
     def chunked_recurrence_backend(self) -> Backend | None:
-        """The backend, this or one within, that computes recurrences in chunks."""
+        """The backend, this or one within, that computes recurrences in chunks; None if none does, as with
+        --deterministic.
+        """
         return None
 
     @abstractmethod
@@ -360,7 +370,7 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """The first axis is the block.
+        """Return the shape of one layer's key cache, and of its value cache. The first axis is the block.
 
         dtype: of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * (D +
         num_scale_elements(dtype)) elements. Blocks of more than 16 tokens are ordered by tokens, so that their first
@@ -370,10 +380,12 @@ class Backend(Operations):
     @abstractmethod
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
-    ) -> None: ...
+    ) -> None:
+        """Store k and v [T, K, D] at slots [T]. They are quantized if the caches are."""
 
     @abstractmethod
-    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor: ...
+    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
+        """Like silu_mul, but with the limits of `ClampedSwiGLU`."""
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
@@ -388,7 +400,7 @@ class Backend(Operations):
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
         """Fuse weights that share an input into one linear. The weights may be freed afterwards. If x is rounded to
-        integers, a row's rounding does not depend on other rows.
+        integers, a row's rounding does not depend on other rows. If wide, the result is float32.
         """
 
     @abstractmethod
@@ -410,8 +422,8 @@ class Backend(Operations):
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to codes [n, 16] uint8, float32 scales [n] and offsets [n], so that weight = scale
-        * (code - 8) + offset.
+        """Quantize weights [n, 32] to codes [n, 16] uint8 (see GroupedWeight), float32 scales [n] and offsets [n], so
+        that weight = scale * (code - 8) + offset.
 
         With zero_points, the third tensor has integer zero points from 0 to 15, weight = scale * (code - zero), and
         scales fit bfloat16.
@@ -440,7 +452,7 @@ class Backend(Operations):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Return the index of each row's first maximum, [R] int64."""
+        """Return the index of each row's first maximum: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
+"""Returns why a backend cannot compute on the device; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def select_backend(
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
     """Return a backend, and a text for the log. If `name` is "auto", this is the first preferred backend that passes
-    the first trial. If none does, the next trial is run on all of them.
+    the first trial. If none does, the next trial is run on all of them. The reference comes last.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if not even the reference passes the last trial.
@@ -167,7 +168,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """Store layers in an unnamed file in `folder`. Raises OSError."""
+    """The streamer stores layers in an unnamed file in `folder`. Raises OSError."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

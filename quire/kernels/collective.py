@@ -43,7 +43,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x is [ranks, ...]: one item for each rank."""
+        """x [ranks, ...] has one item for each rank. Returns the items for this rank, in the order of their senders."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
@@ -51,7 +51,9 @@ class Collective(ABC):
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Within this context, methods return tensors of the right shapes without communication."""
+        """Within this context, methods return tensors of the right shapes without communication, for
+        `dry_run_for_variants`.
+        """
         raise NotImplementedError
 
     @abstractmethod

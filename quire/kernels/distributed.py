@@ -30,9 +30,11 @@ class SmallAllReduce(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Never changes x."""
 
-    def raise_if_failed(self) -> None: ...
+    def raise_if_failed(self) -> None:
+        """See `Collective.raise_if_failed`."""
 
-    def stop_waiting(self) -> None: ...
+    def stop_waiting(self) -> None:
+        """Wake all waiting threads."""
 
 
 class DistributedCollective(Collective):
@@ -50,7 +52,7 @@ class DistributedCollective(Collective):
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
         """`join` creates the group at the first collective call, so that other ranks do not wait for a rank that failed
-        before.
+        before. The group's timeout limits all waits.
 
         With `in_order`, sums are in float32 and rank order. Otherwise the group's all-reduce adds, which is faster from
         three ranks on. NCCL gives all ranks the same bits, but its order depends on x's size and on the position in x
@@ -120,11 +122,11 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """May wait for the other rank's `receive_tensor`."""
+        """May wait for the other rank's `receive_tensor`. Raises RankEnded."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
-        """x must be contiguous."""
+        """Fill x, which must be contiguous. Raises RankEnded."""
         self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
     def raise_if_failed(self) -> None:

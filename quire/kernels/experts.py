@@ -37,7 +37,9 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The third result is the number of experts on all ranks."""
+    """Return for router input [T, hidden] the chosen experts [T, top_k] int64, their weights, and the number of experts
+    on all ranks.
+    """
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     return (*choose_experts(scores, experts), scores.shape[1])
 

@@ -30,6 +30,7 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
+    """Return the elements that a scale (per head and token) takes in the cache."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 
@@ -45,13 +46,13 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """`dtype` must be wider than the codes."""
+    """Return numbers [..., D] in `dtype`, which must be wider than codes [..., D]."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 
 
 def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """x is [T, K, D], the cache [pages, tokens, K, D + scale bytes]."""
+    """x is [T, K, D], slots are [T], and the cache is [pages, tokens, K, D + scale bytes]."""
     tokens, kv_heads = cache.shape[1:3]
     flat = cache.view(torch.uint8).view(len(cache), -1)
     page = slots // tokens
@@ -65,12 +66,13 @@ def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) ->
 
 
 def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
+    """Write rows [T, ...] to pages, each from byte `begin` [T] of its page on."""
     values = rows.view(torch.uint8).flatten(1)
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 
 
 def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return [pages * tokens, K, D]."""
+    """Return [pages * tokens, K, D] in `dtype`, which must be wider than the codes."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)
     flat = pages.reshape(count, -1)

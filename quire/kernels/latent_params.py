@@ -1,5 +1,5 @@
 """A key of MLA (DeepSeek-V2, 2024) is a latent and a rotated part for all heads: L + R elements, whose first L are the
-value.
+value. Queries are absorbed into latent space before attention, and the output is expanded afterwards.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
+    """Rotate the last R elements of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
+    """Norm and rotate kv [T, L + R] to keys [T, 1, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
     return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
@@ -49,7 +51,7 @@ def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> T
 
 
 def rotate_pairs(x: Tensor, cos_sin: Tensor, is_interleaved: bool) -> Tensor:
-    """Results are in half layout, even for interleaved pairs."""
+    """Rotate x [T, heads, R] by cos_sin [T, R]. Results are in half layout, even for interleaved pairs."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -70,10 +72,12 @@ class KeySelectionParams:
     cos_sin: Tensor
     """[max positions, R] float32: cosines, then sines, for the first R numbers of queries and keys."""
     is_interleaved: bool
+    """If True, rotated pairs are neighbors. Otherwise they are (i, i + R/2)."""
     top_k: int
 
 
 def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """Norm and rotate [T, D] to index keys [T, 1, D]."""
     wide = k.float() if k.dtype != torch.float64 else k
     weight, bias = params.norm_weight.to(wide.dtype), params.norm_bias.to(wide.dtype)
     normed = F.layer_norm(wide, wide.shape[-1:], weight, bias, params.eps).to(k.dtype)
@@ -81,6 +85,7 @@ def compute_index_key(k: Tensor, params: KeySelectionParams, positions: Tensor) 
 
 
 def rotate_index_heads(x: Tensor, params: KeySelectionParams, positions: Tensor) -> Tensor:
+    """Rotate index queries or keys [T, heads, D]."""
     size = params.cos_sin.shape[1]
     turned = rotate_pairs(x[..., :size], params.cos_sin[positions], params.is_interleaved)
     return torch.cat((turned, x[..., size:]), dim=-1)

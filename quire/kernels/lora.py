@@ -34,6 +34,7 @@ class ReferenceLinearWithLora(LinearWithLora):
 
 
 def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
+    """Return the delta for one row, in float32 or float64."""
     wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 

@@ -57,6 +57,7 @@ class QKNormRopeParams:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
+    """x is [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:

@@ -18,6 +18,9 @@ _MAX_HALF_EXPONENT = 14
 
 
 def _to_factors_and_halves(numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return factors [out] float32, which are powers of two, and float16 tensors [out, ...], to be multiplied by the
+    factors.
+    """
     peak = torch.stack([each.abs().amax(1) for each in numbers]).amax(0)
     exponents = torch.where(peak > 0, torch.frexp(peak).exponent, 0)
     factors = torch.ldexp(torch.ones_like(peak), exponents - _MAX_HALF_EXPONENT - 1)
@@ -29,7 +32,9 @@ class NestedScales:
     """Scales or offsets of groups as integer multiples of a block's number. A block has 2^n consecutive groups."""
 
     blocks: Tensor
-    """[out, in / block] float32."""
+    """[out, in / block] float32. They are half floats times powers of two. The numbers of an output that are in use
+    (see `used_blocks`) have similar magnitudes, so that half floats can store them after division by one power of two.
+    """
     multiples: Tensor
     """[out, in / group] int8, from 0 to 15 if the weight has offsets."""
 
@@ -38,6 +43,7 @@ class NestedScales:
         return self.multiples.shape[1] // self.blocks.shape[1]
 
     def to_groups(self) -> Tensor:
+        """Return the scales or offsets of groups, [out, in / group] float32."""
         return (self.blocks.unsqueeze(2) * self._block_multiples).flatten(1)
 
     def narrow(self, outputs: range | None, groups: range | None) -> NestedScales | None:
@@ -169,6 +175,7 @@ class Float8Weight:
         return scales.masked_fill(bad.unflatten(1, (-1, inputs)).any(2), torch.nan)
 
     def dequantize(self) -> Tensor:
+        """Return [out, in] float32."""
         outs, inner = self.shape
         scales = self.scales.repeat_interleave(self.scale_block[0], 0)[:outs].repeat_interleave(self.scale_block[1], 1)[
             :, :inner
@@ -215,8 +222,9 @@ class ActivationRounding(ABC):
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """Return (norm of x + residual, x + residual), all [T, hidden]. The norm is RMSNorm if bias is None, else
-        LayerNorm. whole: also keep unrounded values. May overwrite x and residual.
+        """Return (norm of x + residual, x + residual), all [T, hidden]. Without a residual, x takes the place of x +
+        residual. The norm is RMSNorm if bias is None, else LayerNorm. whole: also keep unrounded values. May overwrite
+        x and residual.
         """
 
     @abstractmethod

@@ -84,6 +84,7 @@ class ReferenceBackend(Backend):
         return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Return [blocks, this rank's tokens of a block, K, D], where D includes the scales if quantized."""
         return (
             num_blocks,
             self.block_size // self.context_parallel_ranks,
@@ -131,7 +132,7 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """Returns `PartialSoftmax.to_packed_tensor`."""
+        """Attend from q [T, H, D] to this rank's tokens. Returns `PartialSoftmax.to_packed_tensor`."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -298,6 +299,7 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
+    """x is keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -342,6 +344,7 @@ def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
 
 
 def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """Return the first token with a cumulative probability above u [R] times the row's total: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
     # u * total can round up to the total.

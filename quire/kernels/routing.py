@@ -22,6 +22,8 @@ MoE = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
+    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
+
     router: LinearFunction
     """Maps [T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[LinearFunction]
@@ -70,6 +72,7 @@ def _apply_rule(scores: Tensor, routing: Routing, correction: Tensor | None) -> 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
+    """Return [T, count], largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

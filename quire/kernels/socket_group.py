@@ -41,7 +41,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """Both tensors must be contiguous."""
+        """Gather in rank order. Both tensors must be contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -93,7 +93,7 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """`outgoing` has one buffer per rank, all of equal length."""
+        """`outgoing` has one buffer per rank, all of equal length. `out` receives the ranks' buffers in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]

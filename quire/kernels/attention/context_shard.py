@@ -9,7 +9,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ContextShard:
     """The tokens that one rank stores under decode context parallelism. Every rank stores `tokens_per_page` consecutive
-    tokens of each block.
+    tokens of each block, in rank order.
     """
 
     rank: int
@@ -37,7 +37,9 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Tokens that other ranks store get `remote_slot`. The host does not wait for the device."""
+        """Return the slots of `positions` in `pages` [.., T] int64, with `remote_slot` for tokens that other ranks
+        store. The host does not wait for the device.
+        """
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places
         return (

@@ -21,13 +21,14 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """float64 if q is float64, otherwise float32. Sums are over keys."""
+    """Sums over keys for T tokens and H heads, in float32, or in float64 if q is float64."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf if no key was seen
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
+        """Return the attention output [T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -64,7 +65,7 @@ def compute_partial_softmax(
     shard: ContextShard,
     selected: Tensor | None = None,
 ) -> PartialSoftmax:
-    """q is [T, H, D]. Sums exclude sinks."""
+    """q is [T, H, D]. Sums exclude sinks. If `selected` (see Operations.select_keys) is None, all keys count."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -93,7 +94,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Quantized caches become float32, or float64 if `dtype` is float64."""
+    """Return [pages * tokens, K, D]. Quantized caches become float32, or float64 if `dtype` is float64."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -109,7 +110,9 @@ def _attend_query_tile(
     shard: ContextShard,
     unselected: Tensor | None,
 ) -> PartialSoftmax:
-    """Rows do not see the keys for which `unselected` [rows, keys] is True."""
+    """There are at most QUERY_TILE rows. They do not see the keys for which `unselected` [rows, keys] is True. None:
+    they see all keys.
+    """
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -156,15 +159,22 @@ def _attend_query_tile(
 
 
 def _mask_unselected_keys(selected: Tensor, keys: int) -> Tensor:
+    """Return [rows, keys] bool, True for keys not in `selected` [rows, top_k], which ends with -1 if there are fewer
+    keys.
+    """
     mask = selected.new_ones((len(selected), keys + 1), dtype=torch.bool)
     return mask.scatter_(1, selected.long().remainder(keys + 1), False)[:, :keys]
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
+    """Convert [kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
+    """Look up AttentionParams.relative_bias for distances [group * rows, keys]. Returns [kv_heads, group * rows, keys].
+    Each query head has `rows` rows.
+    """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

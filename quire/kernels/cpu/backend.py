@@ -1,6 +1,7 @@
 """C++ kernels for float32 and bfloat16. The reference computes operations on other dtypes, but operations on KV caches
-raise TypeError for them, because the reference cannot read the kernels' KV layout. A call takes a few microseconds of
-Python, so methods create only tensors that they return.
+raise TypeError for them, because the reference cannot read the kernels' KV layout. add_* and mul_by_column_slice work
+in place on contiguous arguments. A call takes a few microseconds of Python, so methods create only tensors that they
+return.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
 """Tokens per block without context parallelism, and tokens per tile of keys. Attention merges tiles in order."""
 _MAX_VOCAB = 2**19
+"""If the vocabulary has this many tokens or more, the reference samples."""
 
 
 class CpuBackend(CpuLinearBackend):
@@ -55,6 +57,7 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
+        """If `library` is None, the library for this CPU's instruction set is loaded."""
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)

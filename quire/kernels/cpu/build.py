@@ -73,7 +73,9 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Deletes outdated libraries of other sets. A concurrent build waits."""
+    """Returns the compiler's output by failed instruction set. Deletes outdated libraries of other sets. A concurrent
+    build waits.
+    """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)
 

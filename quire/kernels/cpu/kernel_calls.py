@@ -48,7 +48,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int, dtype: torch.dtype | None = None) -> Any:
-        """Return an uninitialized [T, *shape]."""
+        """Return an uninitialized [T, *shape]. If dtype is None, x's dtype is used."""
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
@@ -62,7 +62,8 @@ class KernelCalls(ABC):
     def num_tokens_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
-    def token_width_argument(self, x: Any) -> Any: ...
+    def token_width_argument(self, x: Any) -> Any:
+        """Return the number of elements per token."""
 
     @abstractmethod
     def num_elements_argument(self, x: Any) -> Any: ...

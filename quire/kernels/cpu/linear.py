@@ -43,7 +43,7 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
-    """A linear whose weights are not quantized."""
+    """A linear whose weights are not quantized. They have the dtype of x."""
 
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool

@@ -185,7 +185,7 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 class WeightArena:
     """Memory for weights, on huge pages if available, because page table walks of 4 KB pages slow weight streaming by
-    up to a third.
+    up to a third. Tensors share large mappings.
     """
 
     def __init__(self) -> None:
@@ -367,10 +367,11 @@ def best_unbuilt_isa() -> str | None:
 
 
 def is_amx_refused() -> bool:
+    """True if the OS denies this process the CPU's AMX tiles."""
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Needs the plain library."""
+    """Return the sets that this CPU supports, built or not, best last. Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

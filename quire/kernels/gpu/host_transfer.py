@@ -35,6 +35,7 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
 
 
 def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
+    """Each array starts at a multiple of 16 bytes."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -62,6 +63,7 @@ class HostDownload:
     """Copies tensors to the host on a side stream, so that later computations do not wait."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Without a stream (not on CUDA), `wait_for_copy` copies."""
         self.tensors = list(tensors)
         self._copied: torch.cuda.Event | None = None
         if stream is None:

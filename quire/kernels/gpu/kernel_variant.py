@@ -1,5 +1,5 @@
-"""The first launch of a variant compiles it, which takes seconds. Another process may compile variants into Triton's
-cache in advance.
+"""The first launch of a Triton kernel variant compiles it, which takes seconds. Another process may compile variants
+into Triton's cache in advance.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
+        """Path of an empty file that is written after compiling."""
         digest_fields = (
             self.module,
             self.name,
@@ -80,8 +81,8 @@ def set_compile_target(target: GPUTarget) -> None:
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Return the variants that `function` uses and that this process has not compiled. No other thread may launch
-    kernels meanwhile.
+    """Return the variants that `function` uses and that this process has not compiled. Launches nothing. No other
+    thread may launch kernels meanwhile.
     """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook

@@ -157,6 +157,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
+    """q is [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

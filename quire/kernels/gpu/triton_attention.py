@@ -88,6 +88,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
+    """Return the scale of each key or value, [BLOCK_N] float32."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -106,6 +107,9 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, hide keys from `end` on, and from each query the keys that
+    it may not see.
+    """
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -183,7 +187,10 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """`row` has indices in [T * HEADS]. Every query sees the keys before `full`, unless a window hides them."""
+    """Return (sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). `row` has indices in [T *
+    HEADS]. `filled` [BLOCK_M, D_PAD] is a mask of real elements. The tile needs keys `begin` to `end`. Every query sees
+    the keys before `full`, unless a window hides them.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tile
@@ -302,6 +309,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
+    """Store a rank's row of D + 2 elements: weighted values [D], maximum, sum."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(TritonLinearBackend):
-    """Paged attention for any block size on any GPU that Triton supports.
+    """Paged attention for any block size on any GPU that Triton supports. Pages are [page, token, KV head, head_dim].
 
     The host never waits. Grids follow from shapes and the metadata's two maxima, so a decode in a CUDA graph stays
     correct as contexts grow. There is no autotuning.
@@ -71,6 +71,7 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
+        """The metadata must have no decode_prefill_parts."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)

@@ -43,6 +43,7 @@ def _norm_kernel(
     out, x, residual, weight, bias, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
+    """x is [rows, SIZE]."""
     i = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
     tl.store(
@@ -69,7 +70,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Overwrites and returns x and residual if they are contiguous."""
+    """RMSNorm if bias is None. Overwrites and returns x and residual if they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -107,6 +108,7 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out [rows, size] from gate_up [rows, 2 * size]."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -134,6 +136,7 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
+    """k and v are [T, WIDTH]."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -155,6 +158,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
+    """Return one half of each head, [heads, half] float32, normed where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 

@@ -27,12 +27,13 @@ def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @triton.jit
 def integer_scale(most):
+    """`most` is the largest magnitude in a head."""
     return tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38).to(tl.bfloat16)
 
 
 @triton.jit
 def to_integer(x, scale):
-    """Ties round to even, because a float32 above 2^23 has no bits for a fraction."""
+    """Ties round to even. The rounding works because a float32 above 2^23 has no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 

@@ -41,8 +41,8 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """A decode gets more than `wanted` if splits would otherwise be longer than _MAX_EVEN_SPLIT, because one long
-    context would delay all others.
+    """`seen` is a number of keys, and `least` the minimum of keys per split. A decode gets more than `wanted` if splits
+    would otherwise be longer than _MAX_EVEN_SPLIT, because one long context would delay all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -51,6 +51,7 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
+    """Under the interpreter (device None), the number is arbitrary."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -71,12 +72,14 @@ def is_hopper(device: int | None) -> bool:
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """There the same tiles need more registers."""
+    """On compute capability 12.0 the same tiles need more registers."""
     return cuda_capability(device) == 120
 
 
 def cuda_capability(device: int | None) -> int | None:
-    """The target is that of `is_hopper`. None means an AMD GPU, the interpreter or no driver."""
+    """Return 90 for compute capability 9.0, and so on, of the target that `is_hopper` describes. None means an AMD GPU,
+    the interpreter or no driver.
+    """
     try:
         backend, architecture = ("", 0) if knobs.runtime.interpret else _compile_target(device)
     except RuntimeError:  # without a driver nothing is launched
@@ -91,7 +94,9 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """In one tensor the alignment of sums, and so the kernel variant, would depend on rows and splits."""
+    """Allocate float32 weighted values [rows, splits, width], maxima and sums [rows, splits]. In one tensor the
+    alignment of sums, and so the kernel variant, would depend on rows and splits.
+    """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
     return weighted, peaks, totals

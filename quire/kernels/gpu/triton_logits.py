@@ -21,6 +21,7 @@ _PROMPT = tl.constexpr(1 << 30)
 
 @triton.jit(do_not_specialize=["stride"])
 def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
+    """Count each row's tokens in counts [R, vocab] int32, which must be 0 before."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.load(positions + row)
@@ -33,6 +34,7 @@ def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
 
 @triton.jit
 def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
+    """Apply penalties to `rows` [P] of logits, with counts [P, vocab]."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < vocab
@@ -48,6 +50,9 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
+    """Compute logits[rows[i], tokens[i]] += values[i] if the token is in the vocabulary. No two i may have the same row
+    and token.
+    """
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)
@@ -58,6 +63,9 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
+    """Set a word's last token to -inf if the row ends with the word's other tokens. `words` has all words' tokens, and
+    ends [words + 1] bounds each word. rows, slots and positions are [words].
+    """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
     tail = tokens + tl.load(slots + index) * stride + tl.load(positions + index) - (last - begin)
@@ -93,7 +101,7 @@ def penalize_tokens(
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """No (row, token) pair may occur twice."""
+    """Add values, float32, to logits[rows, tokens]. No (row, token) pair may occur twice."""
     grid = (cdiv(len(rows), _BLOCK.value),)
     add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
 

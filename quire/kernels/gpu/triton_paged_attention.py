@@ -36,7 +36,8 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """Pages are [P, page size, K, D], page size a power of two.
+    """Compute attention for metadata without decode_prefill_parts. Pages are [P, page size, K, D], page size a power of
+    two.
 
     fixed: batch-invariant, with fixed splits and one tile size. Otherwise splits fill the GPU. If `shard` is given, it
     says which tokens this rank has, and the result is a `PartialSoftmax.to_packed_tensor` without sinks.
@@ -102,7 +103,8 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Decodes get small tiles, because they mostly wait for keys.
+    """Return small tiles for decodes, because these mostly wait for keys. If `fixed`, decodes and prefills have the
+    same tiles.
 
     For sm_90 ptxas reports no spilled registers. All tiles fit in a consumer GPU's 99 KB of shared memory. Decodes have
     five pipeline stages because the block table lookup takes one. Fixed tiles of heads with over 128 elements have 64

@@ -29,6 +29,7 @@ MAX_VOCAB = 2**19 - 1
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
+    """Return weights relative to the largest logit, `peak`, both as float32 bits and in fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -43,7 +44,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """places [rows, chunks] get the first token with the chunk's largest logit."""
+    """Find each chunk's largest logit and the first token with it: [rows, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -134,6 +135,7 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
+    """Return (first index in mass [N] where the cumulative sum exceeds `target`, sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -149,6 +151,9 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
+    """Return the number and total weight of tokens whose weight has at least the bits `least`, in the vocabulary if
+    ALL, otherwise among the candidates.
+    """
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -168,7 +173,9 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Return the bits of the least weight that top-k keeps, and that top-p keeps among the tokens left by top-k."""
+    """Return the bits of the least weight that top-k keeps, and that top-p keeps among the tokens left by top-k.
+    `whole` is the weight of all tokens.
+    """
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -237,6 +244,7 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
+    """Write the sampled tokens to picks [rows] int64."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)

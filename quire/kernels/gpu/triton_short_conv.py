@@ -37,6 +37,7 @@ def _page_column_pointer(
 
 
 _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
+"""Pointers that may be unaligned."""
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)
@@ -45,6 +46,7 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Store columns in blocks if IN_PAGES, otherwise the remaining columns in slots."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels

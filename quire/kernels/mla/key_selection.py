@@ -8,11 +8,13 @@ from torch import Tensor
 
 _KEY_TILE = 128
 _QUERY_TILE = 16
-"""All products have one shape, so that a row's sums do not depend on the batch."""
+"""With these tiles, all products have one shape, so that a row's sums do not depend on the batch."""
 
 
 def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor, top_k: int) -> Tensor:
-    """Return what `Operations.select_keys` returns for one sequence with keys [N, D]."""
+    """Return [T, top_k] int32 as `Operations.select_keys` does, for q [T, H, D] and weights [T, H] of one sequence's
+    tokens, and the sequence's keys [N, D].
+    """
     selected = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
     for begin in range(0, len(q), _QUERY_TILE):
         rows = slice(begin, begin + _QUERY_TILE)
@@ -25,6 +27,7 @@ def select_top_keys(q: Tensor, keys: Tensor, weights: Tensor, positions: Tensor,
 
 
 def _score_keys(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Return scores [rows, N] of at most _QUERY_TILE rows, in float64 if q is float64, otherwise in float32."""
     rows, heads, dim = q.shape
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = F.pad(q.to(compute), (0, 0, 0, 0, 0, _QUERY_TILE - rows)).view(-1, dim)

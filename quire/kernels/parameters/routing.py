@@ -17,16 +17,19 @@ class Routing:
     whose scores are not much smaller (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
-    """This has no effect on SparseMixer."""
+    """Divide the chosen weights by their sum. This has no effect on SparseMixer."""
     normalizer_eps: float = 0.0
     """Added to the sum that divides the chosen weights."""
     scale: float = 1.0
+    """Factor of the final weights."""
     num_groups: int = 1
     """Groups of consecutive experts, equal in size."""
     top_k_groups: int = 1
+    """First this many groups are chosen, then experts from these groups (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of the scores of this many best experts in it."""
     softcap: float | None = None
+    """With a softcap c, a score s becomes c * tanh(s / c)."""
     weights_inputs: bool = False
     """If True, weights multiply an expert's input instead of its output (Llama 4, 2025)."""
     jitter: float = 0.0

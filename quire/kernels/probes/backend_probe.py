@@ -24,8 +24,8 @@ GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor
 
 _WINDOW = 7
 _SHORT_PROMPT, _SHORT_PROMPT_ROWS = 20, 128
-"""This many query rows (tokens times query heads) per KV head fit one tile, for which flash-attn 4 has another
-kernel.
+"""Tokens of the short prompt, and the maximum of its query rows (tokens times query heads) per KV head. Such rows fit
+one tile, for which flash-attn 4 has another kernel.
 """
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
@@ -33,8 +33,8 @@ _QUERY_SCALE = 4.0
 more than rounding does.
 """
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""Above the rounding of 16-bit types and 8-bit pages, and below the error of a wrong scale, a missing key or another
-sequence's page.
+"""Tolerances for means of normally distributed values. They are above the rounding of 16-bit types and 8-bit pages, and
+below the error of a wrong scale, a missing key or another sequence's page.
 """
 
 
@@ -174,6 +174,7 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
+        """Return the reference's result [T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
@@ -216,6 +217,9 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
+    """Return indices and metadata of a step with the last chunk of the first prompt and one token of the second. If
+    `swapped`, the step has one token of the first prompt and a chunk of the second, and as many tokens in total.
+    """
     counts = (block_size + 2, 1)
     if swapped:
         counts, lengths = (1, block_size + 2), (1, block_size + 2)

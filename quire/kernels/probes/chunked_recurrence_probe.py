@@ -59,6 +59,7 @@ class ChunkedRecurrenceProbe(BackendProbe):
         return None
 
     def _run_steps(self, backend: Backend) -> list[Tensor]:
+        """Float32 outputs of each step, and the matrices after the last, on the CPU."""
         rule = self._make_rule()
         matrices = torch.zeros((3, self.heads, self.key_dim, self.value_dim), device=self.device)
         drafts = torch.zeros((3, 0, rule.draft_inputs_dim), dtype=self.dtype, device=self.device)

@@ -14,7 +14,10 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences in the first step, in slots 2 and 0. Sequence 0 is long enough for chunks."""
+"""Tokens of two sequences in the first step, in slots 2 and 0. Sequence 0 is long enough for chunks. The second step
+has one token and two drafts of sequence 0, and one token of sequence 1. The third step has a token of each sequence,
+after one draft was accepted.
+"""
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4
 

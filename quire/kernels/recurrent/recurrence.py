@@ -34,8 +34,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """If attention has one row per token, a slot's consecutive rows form one sequence here, in the first row's place.
-    The other rows' places are empty.
+    """See AttentionMetadata. If attention has one row per token, a slot's consecutive rows form one sequence here, in
+    the first row's place. The other rows' places are empty.
     """
 
     query_start: Tensor
@@ -81,7 +81,7 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """Raises IndexError for more draft tokens than a slot keeps."""
+    """slots_of [S] are the sequences' slots. Raises IndexError for more draft tokens than a slot keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (

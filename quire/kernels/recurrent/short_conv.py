@@ -1,6 +1,6 @@
 """Short convolutions. With gates (LFM2: Liquid AI, 2025), a token's column is b * x per channel, rounded to their
 dtype, and the result is c times the weighted sum of the last `width` columns. Without gates, as before delta nets (Yang
-et al., 2024), the column is x, and the result is SiLU of the sum.
+et al., 2024), the column is x, and the result is SiLU of the sum. Columns before the sequence are 0.
 
 A column's place follows from its position alone, so bits do not depend on how a sequence is divided into steps. A block
 is divided into pieces, and holds the last columns of each for prefix cache hits. The sequence's slot holds the other
@@ -29,6 +29,7 @@ class ShortConv:
 
     @property
     def num_input_parts(self) -> int:
+        """Inputs per channel and token."""
         return 3 if self.is_gated else 1
 
 
@@ -53,7 +54,9 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """`where` has query_start, context_lens and state_slots."""
+    """`where` has query_start, context_lens and state_slots. Runs sequences in order, because a sequence may start from
+    columns that an earlier one stores.
+    """
     fresh, gates = bcx, None
     if conv.is_gated:
         b, gates, x = bcx.chunk(3, dim=-1)

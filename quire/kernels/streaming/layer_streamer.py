@@ -1,5 +1,5 @@
 """Streamed layers share a few memory slots, each of the largest layer's size. A layer always has the same slot, so its
-linears find weights at fixed addresses.
+linears find weights at fixed addresses. Bits do not change.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ class LayerStreamer(WeightOffloader):
         return None
 
     @abstractmethod
-    def begin_pass(self) -> None: ...
+    def begin_pass(self) -> None:
+        """Called before the first layer."""
 
     @abstractmethod
     def enter_layer(self, layer: int) -> None:
-        """Work that is queued afterwards finds the layer's weights."""
+        """Called before a layer is computed. Work that is queued afterwards finds the layer's weights."""
 
     @abstractmethod
     def leave_layer(self, layer: int) -> None:
         """Called after a layer is computed, or after its work is queued."""
 
     @abstractmethod
-    def register_packed_linear(self, layer: int, linear: Linear) -> None: ...
+    def register_packed_linear(self, layer: int, linear: Linear) -> None:
+        """Called after a linear of this process is packed."""
 
     def is_streamed(self, layer: int) -> bool:
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
+        """The layer must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:

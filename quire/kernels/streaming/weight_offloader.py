@@ -12,10 +12,12 @@ class OffloadCounts(NamedTuple):
     """Experts that steps used, whether in memory or on disk. Each expert counts once per step."""
     experts_kept: int = 0
     experts_guessed: int = 0
-    """Experts that were predicted before their router had chosen."""
+    """Experts that were predicted before their router had chosen. While most predictions are right, predicted experts
+    are prefetched.
+    """
     experts_guessed_right: int = 0
     disk_bytes: int = 0
-    """0 if the OS does not report them."""
+    """Bytes read from disks, or 0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):

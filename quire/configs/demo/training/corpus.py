@@ -97,7 +97,7 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """Raises ValueError if there are none."""
+    """Return each .txt file's stories, as lists of paragraphs. Raises ValueError if there are none."""
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -162,6 +162,7 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
 
 
 def cut(text: str, limit: int) -> str:
+    """Shorten to at most `limit` characters, if possible to whole sentences."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
 

@@ -84,7 +84,7 @@ class Windows:
         self.rest = np.empty(0, np.uint16)
 
     def take(self, length: int, aligned: bool) -> np.ndarray:
-        """An aligned window starts with a document."""
+        """Return the next `length` tokens. An aligned window starts with a document."""
         parts, have = ([], 0) if aligned else ([self.rest], len(self.rest))
         while have < length:
             if not self.order:
@@ -166,7 +166,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss in nats per token."""
+    """Return the mean loss in nats per token. `tokens` and `targets` are (rows, length)."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -174,6 +174,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
+    """Return the mean loss per token over the first `most` windows (None: all)."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -215,7 +216,7 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
-        """`factor` is the learning rate divided by its peak."""
+        """`factor` is the learning rate divided by its peak. Returns the loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]
@@ -331,6 +332,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
+    """Return a table row: nats per token by window length, then bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 

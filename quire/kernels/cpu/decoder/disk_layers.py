@@ -73,6 +73,7 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
+        """The result is rounded up to pages, for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
@@ -88,6 +89,7 @@ class DiskLayerStreamer(LayerStreamer):
         return memory
 
     def _read_layer(self, layer: int, memory: Tensor) -> None:
+        """Raises OSError."""
         target, begin = memory.numpy().data, 0
         for held in self._buffers.get(layer, ()):
             piece, done = self._arena.file_extent(held.weights), 0

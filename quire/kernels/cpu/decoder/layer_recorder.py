@@ -95,7 +95,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """The result must replace the input in memory, so that any range of layers can run."""
+        """The layer's result must replace its input in memory, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)

@@ -40,7 +40,7 @@ class RelocatableWeights(NamedTuple):
 
 
 class ReopenedFile:
-    """A second descriptor of an open file, for direct I/O if the file system allows it."""
+    """A second descriptor of an open file, for direct I/O if the file system allows it. The file may be unnamed."""
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
@@ -71,6 +71,7 @@ class MappedWeightArena(native_library.WeightArena):
         self._chunks: list[tuple[mmap.mmap, int]] = []  # pairs (mapping, its offset in the file)
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
+        """For each layer, the kernel's struct and each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
         """Return [size] uint8 on pages that no other weights use. Raises OSError."""
@@ -136,6 +137,7 @@ class MappedDiskExperts(DiskExperts):
         """memory: bytes for the most used experts. The caller must set a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
+        """In steps."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -186,7 +188,7 @@ class MappedDiskExperts(DiskExperts):
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Measurements turn it off."""
+        """Likely experts of the next layer are prefetched. Measurements turn this off."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None

@@ -11,6 +11,7 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 COMPILED_RULES = (DeltaRule, StateSpace, SelectiveScan)
+"""Other rules run on the reference."""
 
 
 class RecurrenceKernelArguments(NamedTuple):

@@ -1,3 +1,5 @@
+"""Integer products with x, which is quantized on the fly."""
+
 from __future__ import annotations
 
 import ctypes
@@ -71,6 +73,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
 
     def look_up_rows(self, ids: Tensor) -> Tensor:
+        """Return dequantized rows [ids, in] in x's dtype."""
         assert len(self._packed) == 1, "a table is one weight"
         ids = ids.long().contiguous()
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""torch._grouped_mm for experts with many rows."""
+"""torch._grouped_mm for experts with many rows. Not for --deterministic, because tiles depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class GroupedMatmul:
     """[experts, inner, hidden], likewise."""
 
     def gather_rows(self, x: Tensor, order: Tensor, starts: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-        """Other ranks' rows are left uninitialized."""
+        """Return x [tokens, hidden] as sorted rows, and the place of each row among them. Other ranks' rows are left
+        uninitialized.
+        """
         rows, size = len(order), x.shape[1]
         gathered, places = x.new_empty((rows, size)), torch.empty_like(order)
         kernels.gather_rows[rows, cdiv(size, _GATHER_BLOCK)](
@@ -41,12 +43,18 @@ class GroupedMatmul:
     def compute_expert_outputs(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, activate: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
+        """Return sorted outputs [rows, hidden], and the place of each row. The host never waits: `starts` stay on the
+        device.
+        """
         gathered, places = self.gather_rows(x, order, starts, per_token)
         gate_up = multiply_groups(gathered, self.gate_up, starts)
         return multiply_groups(activate(gate_up).contiguous(), self.down, starts), places
 
 
 def multiply_groups(rows: Tensor, weights: Tensor, starts: Tensor) -> Tensor:
+    """Return [rows, outs] for sorted rows [rows, inner] and weights [experts, inner, outs]. Rows after the last start
+    are left uninitialized.
+    """
     return grouped_mm(rows, weights, starts[1:])
 
 
@@ -71,6 +79,7 @@ def make_grouped_matmul(gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Gr
 
 
 def _view_as_stack(weights: Sequence[Tensor]) -> Tensor | None:
+    """[experts, inner, outs]; None if the weights do not follow one another in one storage."""
     first = weights[0]
     outs, inner = first.shape
     size, begin = first.numel(), first.storage_offset()

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
 _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
+"""Outputs per program."""
 _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
 """Average rows per expert."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
+"""Tiles for 16-bit weights, and the bytes of shared memory that they need."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
+"""Limits for large tiles of quantized weights: maximum inputs per step, and minimum bytes of shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class ExpertLinearGroup:
     """One linear of every expert, which kernels read by address, so nothing is copied."""
 
     parts: list[PackedWeight]
+    """All parts have one format, which may be 16-bit."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -78,7 +82,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """count: experts on all ranks."""
+        """Return [rows, outs]. count: experts on all ranks. order, starts, of_tokens: see triton_experts.py."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -108,6 +112,7 @@ class GroupedMoE:
         down: ExpertLinearGroup,
         grouped: tuple[GroupedMatmul, int] | None = None,
     ) -> None:
+        """grouped: PyTorch's product, and the least number of rows that it multiplies."""
         self._backend = backend
         self._experts = experts
         self._gate_up = gate_up
@@ -203,9 +208,9 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 def sort_rows_by_expert(
     chosen: Tensor, experts: int, first: int = 0, *, zero_starts: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. If `zero_starts`, the starts are
-    0 where no kernel writes them: `dry_run_for_variants` launches no Triton kernel but does call a library, which must
-    then find no rows.
+    """Sort rows by expert for chosen [tokens, top_k] int64, without other ranks' rows. Returns the order, and where
+    experts start. If `zero_starts`, the starts are 0 where no kernel writes them: `dry_run_for_variants` launches no
+    Triton kernel but does call a library, which must then find no rows.
     """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = (torch.zeros if zero_starts else torch.empty)(experts + 1, dtype=torch.int32, device=chosen.device)

@@ -28,7 +28,7 @@ _RUNS, _CALLS_PER_RUN = 5, 3
 
 
 class TrialRows(NamedTuple):
-    """The first expert has none, and some rows are another rank's."""
+    """The first expert has no rows, and some rows are another rank's."""
 
     x: Tensor
     """[tokens, hidden]."""
@@ -39,13 +39,16 @@ class TrialRows(NamedTuple):
 
 
 TritonProducts = Callable[[TrialRows], object]
+"""Launches both products by Triton's kernel."""
 
 VERDICTS: dict[tuple[object, ...], int | None] = {}
 """By device and shapes, so that one layer is tried. A cached function would keep the layer's weights."""
 
 
 def find_min_rows(matmul: GroupedMatmul, run_triton: TritonProducts, per_token: int) -> int | None:
-    """Return the least number of rows, counted once per chosen expert, from which on PyTorch's product serves."""
+    """Return the least number of rows, counted once per chosen expert, from which on PyTorch's product serves. None:
+    Triton's kernel multiplies any number.
+    """
     key = (matmul.down.device, matmul.gate_up.shape, matmul.down.shape, per_token)
     if key not in VERDICTS:
         VERDICTS[key] = _try_sizes(matmul, run_triton, per_token)

@@ -20,7 +20,7 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """Experts have no groups here. The best one is first in `chosen`."""
+    """Choose experts without groups. chosen is int64, best first. shares, the experts' weights, are float32."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -51,7 +51,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The order is stable. This rank has EXPERTS experts from `first` on."""
+    """Sort rows by expert, stably. This rank has EXPERTS experts from `first` on. order is int32."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -68,7 +68,7 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Tiles after the last have expert EXPERTS."""
+    """Return (expert, first row of the tile, end of the expert's rows). Tiles after the last have expert EXPERTS."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)
@@ -138,7 +138,7 @@ def multiply_experts(
 def gather_rows(
     x, out, order, places, starts, size, PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`places` becomes the inverse of `order`."""
+    """x is [tokens, size], out is sorted. `places` becomes the inverse of `order`."""
     at = tl.program_id(0).to(tl.int64)
     if at >= tl.load(starts + EXPERTS):
         return
@@ -154,6 +154,9 @@ def combine_expert_outputs(
     out, given, shares, chosen, places, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sum a token's expert outputs in order of choice, without other ranks' experts. If SORTED, the output of row r is
+    given[places[r]].
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

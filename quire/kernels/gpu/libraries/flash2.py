@@ -31,7 +31,8 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Full prefills use contiguous copies of the keys, which is faster.
+        """Use the split-KV decode kernel for steps with one query per sequence, and the ragged kernel for others. Full
+        prefills use contiguous copies of the keys, which is faster.
 
         If deterministic, both kernels have one split and the same tiles, aligned to position 0, so they reduce keys in
         one order.

@@ -41,6 +41,7 @@ class Flash3Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
+            # (left, right); -1 is unlimited; our window includes the query, left does not
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each else 1,

@@ -1,7 +1,8 @@
 """flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, which compiles itself at
 its first call. Written against flash_attn/cute/interface.py of 4.0.0b36.
 
-On compute capability 10, heads of 256 elements do not work with `seqused_k`, the number of keys per sequence.
+Paged ragged keys need compute capability 9 or 10, and splits need 10. On 10, heads of 256 elements do not work with
+`seqused_k`, the number of keys per sequence.
 """
 
 from __future__ import annotations

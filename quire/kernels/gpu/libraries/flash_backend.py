@@ -1,4 +1,4 @@
-"""Base of the flash-attn backends."""
+"""Base of the flash-attn backends. Pages are [page, token, KV head, head_dim]."""
 
 from __future__ import annotations
 
@@ -176,6 +176,7 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Return the keys or values [T, K, D] of the step's tokens."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 

@@ -85,7 +85,7 @@ def _attend_decodes(
     seen = at < lens[:, None]
     if softmax.window is not None:
         seen &= at >= softmax.first_visible_key(lens[:, None] - 1)
-    unseen = ~seen[:, None, :, None]  # unwritten KV may be NaN
+    unseen = ~seen[:, None, :, None]  # unwritten KV may be NaN, which a weight of 0 does not cancel
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     return _call_sdpa(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
 
@@ -102,5 +102,6 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) ->
 
 
 def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: AttentionParams) -> Tensor:
+    """q [S, H, T, D]; k, v [S, K, L, D]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped)

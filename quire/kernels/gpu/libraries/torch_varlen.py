@@ -1,4 +1,6 @@
-"""PyTorch's copy of flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them)."""
+"""PyTorch's copy of flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
+softcap.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
-        plain = metadata.is_full_prefill and not self.deterministic
+        plain = metadata.is_full_prefill and not self.deterministic  # contiguous keys allow a faster kernel
         return self._library(
             q,
             gather_step_kv(k_cache, metadata) if plain else k_cache,
@@ -67,6 +69,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
+            # (left, right); -1 is unlimited; our window includes the query, left does not
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,

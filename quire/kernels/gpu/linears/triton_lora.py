@@ -36,6 +36,9 @@ _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
+    """Return (rows of the tile, mask of the rows with the tile's nth adapter, that adapter's slot). Slot 0 means no
+    adapter.
+    """
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows

@@ -28,7 +28,7 @@ _MIN_SPLIT, _MAX_SPLITS = 64, 128
 rows take all its shared memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
-"""(maximum splits, elements of a row per program, warps)."""
+"""(maximum splits, elements of a row per program, warps). The first that fits is used."""
 _FIXED_REDUCE_BLOCK = 128
 
 
@@ -41,8 +41,8 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """q [T, H, L + R] is absorbed. Pages are [P, page size, 1, L + R], page size a power of two. fixed, shard: see
-    triton_paged_attention.py.
+    """q [T, H, L + R] is absorbed. Pages are [P, page size, 1, L + R], page size a power of two. metadata must have no
+    decode_prefill_parts. fixed, shard: see triton_paged_attention.py.
     """
     assert softmax.value_dim is not None
     q = q.contiguous()

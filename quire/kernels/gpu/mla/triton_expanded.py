@@ -12,6 +12,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_kv_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """Load [BLOCK_N, SIZE_PAD]. Columns from SIZE on are 0. If MASKED, rows that are not `inside` are 0 too."""
     if MASKED and SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     elif MASKED:
@@ -28,6 +29,9 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Process keys `begin` to `begin` + BLOCK_N. If MASKED, hide from each query the keys after its position, and keys
+    from number `queries` on, which do not exist.
+    """
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)

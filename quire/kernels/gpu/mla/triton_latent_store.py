@@ -69,6 +69,7 @@ def rope_and_store_latents(
 def rope_and_store_latent_kv(
     q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
+    """q is [T, H, any + R], absorbed or not."""
     size, rotated = latent.latent_and_rope_dims
     q, kv = q.contiguous(), kv.contiguous()
     if q.ndim == 2:

@@ -16,6 +16,9 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s. So each sequence has enough tiles, and the host
+    need not compute their numbers.
+    """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -28,6 +31,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    """Load rows, and 0 for those not `inside`, whose page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -50,6 +54,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """Process keys from `begin` up to `begin` + BLOCK_N, at most to `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -108,6 +113,9 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """Return (sequence, q's latent part, q's rotated part, positions, indices in [T * HEADS], mask of real rows, end of
+    the keys).
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -138,6 +146,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """SPLIT: keys per partial softmax, or 0 to compute a single softmax."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -172,6 +181,7 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """A split has up to `length` keys. `kept` has each row's index in [T * HEADS], and whether the row is real."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)

@@ -21,6 +21,7 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
+"""A block has SCALE_BLOCK inputs."""
 _ROW_BLOCK = 4096
 _GATE_BLOCK = 2048
 _TRIAL_SHAPE = (17, 4096)
@@ -38,6 +39,7 @@ class EightBitRounding(ActivationRounding):
     """
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
+        """x is [rows, in]."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)

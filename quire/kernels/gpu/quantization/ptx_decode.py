@@ -64,7 +64,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Floats are float8 (e4m3)."""
+    """Return PTX that decodes the part-th byte of both 16-bit words in $1, from float8 (e4m3) or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)

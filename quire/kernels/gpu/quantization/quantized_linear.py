@@ -34,6 +34,7 @@ log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
+"""From this many rows on, weights are dequantized for PyTorch's 16-bit product, unless x is rounded."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words per long step, and the bytes of shared memory that three such steps take with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
@@ -112,6 +113,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
+        """`out` may be columns of a wider tensor."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -138,6 +140,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
+    """Return how x is rounded if it has many rows."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -211,7 +214,9 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Few rows get small tiles, because their time goes to reading weights. Measured on an H100."""
+    """Return small tiles for few rows, whose time goes to reading weights. fixed: the same for any `rows`. part: weight
+    to decode. Measured on an H100.
+    """
     if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
     nibbles = False
@@ -242,7 +247,7 @@ def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[in
 
 
 def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
-    """`out` may be columns of a wider tensor."""
+    """Write x [rows, in] @ weight.T + bias to `out`, which may be columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = (
@@ -302,6 +307,7 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dequantized rows [ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

@@ -1,5 +1,5 @@
 """Products for many rows: float8 (torch._scaled_mm), int8 (torch._int_mm or Triton), and 16-bit with dequantized
-weights.
+weights. They do not serve --deterministic, because their tiles depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _SCALE_BLOCK = 1024
 DEQUANTIZED_BYTES = 128 * 2**20
 """Bytes dequantized at once. On an H100, products of many outputs gain more than staying in the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
+"""Above _MIN_TRITON_ROWS rows, Triton multiplies int8 if it has at least 1 / _MIN_PROGRAM_SHARE programs per
+multiprocessor.
+"""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
@@ -82,6 +85,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
 def _trial_relative_error(
     product: TorchMatmulKind, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
 ) -> float:
+    """Return inf if a result is NaN."""
     rows, inner, outs = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((rows, inner), generator=generator).to(device, dtype)
@@ -131,7 +135,7 @@ def _trial_relative_error(
 def multiply_rounded(
     part: PackedWeight, product: TorchMatmulKind, x: RoundedActivations, bias: Tensor | None
 ) -> Tensor:
-    """int8 needs more than 16 rows."""
+    """Return x @ weight.T + bias for x [rows, in], which is rounded for `product`. int8 needs more than 16 rows."""
     if product == TorchMatmulKind.INT8:
         out = torch.empty((len(x), part.out_features), dtype=x.dtype, device=x.device)
         tiles = _INT8_TILES

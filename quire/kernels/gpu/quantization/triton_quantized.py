@@ -99,6 +99,7 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
+    """Return for outputs n one scale per part of the step that begins at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -122,8 +123,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The lowest codes of BLOCK_K words are consecutive inputs, followed by the next codes. Scales are read one step
-    ahead, because Triton prefetches only dot operands.
+    """Sum over words `first` to `end`. The lowest codes of BLOCK_K words are consecutive inputs, followed by the next
+    codes. Scales are read one step ahead, because Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -216,6 +217,7 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
+    """sums are [parts, rows, outs] float32. A part has `length` words of each line."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -250,6 +252,7 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
+    """Write the weights of outputs from `first` on to out [rows, inner]."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -303,7 +306,9 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors in the grid, to share the cache."""
+    """x has one scale per row, weights one factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles
+    are neighbors in the grid, to share the cache.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
     first = tl.program_id(0) // width * TOGETHER
@@ -336,6 +341,7 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute out [rows, outs] from integer sums, a scale per row and a factor per output."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -352,7 +358,7 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STEP is the BLOCK_K of the matrix products."""
+    """out is [ids, inner]. STEP is the BLOCK_K of the matrix products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

@@ -56,7 +56,7 @@ def _quantize_and_store_blocks(
     scale = _quantization_scale(tl.max(tl.abs(numbers), 1), KIND)
     rounded = _quantize_values(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
     tl.store(codes + row * size + _interleaved_column(column, PAIRED), rounded, mask=column < size)
-    scale += tl.sum(numbers * 0.0, 1)
+    scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
     tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < size)
 
 
@@ -65,6 +65,7 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """x [rows, size] to codes [rows, size] and scales [blocks, rows]."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -73,6 +74,7 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+    """x [rows, size] to codes [rows, size] and scales [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -121,6 +123,7 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """Compute codes [rows, size] and scales [blocks, rows] of the gate's output."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -135,6 +138,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Read a row's inputs twice: first to compute the row's scale, then, from the cache, to round."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -46,6 +46,7 @@ class PackedWeight:
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
+    """Number of outputs that share a line, in which their steps alternate."""
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +70,7 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
+        """Inputs per step if words have two 8-bit codes, otherwise 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
@@ -80,6 +82,7 @@ class PackedWeight:
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
+    """If weights are 8-bit integers with one scale and no offset per output, x is rounded to 8 bits."""
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -117,7 +120,9 @@ def _center_consecutive_values(weight: GroupedWeight) -> GroupedWeight:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """If `native`, the GPU multiplies float8."""
+    """If `native`, the GPU multiplies float8, and x is rounded to float8 if scales cover whole rows or multiples of
+    SCALE_BLOCK inputs.
+    """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
     if not steps:
@@ -183,6 +188,7 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
+    """`steps` are longest first."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 

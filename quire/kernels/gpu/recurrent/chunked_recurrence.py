@@ -26,6 +26,7 @@ from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
+"""Tokens of a sequence."""
 _MAX_KEY_DIM, _LARGE_KEY_DIM = 128, 256
 """The larger limit (Falcon H1) holds for state spaces on GPUs other than Hopper; on Hopper it is untested. Delta rules
 with such keys would need more shared memory than consumer GPUs have.
@@ -72,11 +73,13 @@ def has_chunked_kernel(rule: Recurrence, dtype: torch.dtype, *, hopper: bool) ->
 
 
 def needs_chunk_trial(device: int | None) -> bool:
+    """True for NVIDIA GPUs that can run the kernels but never did."""
     capability = triton_launch_sizes.cuda_capability(device)
     return capability is not None and capability >= _MIN_CAPABILITY and not triton_launch_sizes.is_hopper(device)
 
 
 def can_run_chunked(rule: Recurrence, inputs: Tensor, longest: int, *, passed_trial: bool) -> bool:
+    """`longest` is in tokens."""
     device = inputs.device.index
     hopper = uses_hopper_sizes(device)
     has_kernel = longest >= MIN_CHUNKED_TOKENS and has_chunked_kernel(rule, inputs.dtype, hopper=hopper)

@@ -102,7 +102,8 @@ def prepare_delta_chunks(
 ):  # fmt: skip
     """Compute the terms without S. systems [chunks, HEADS, 64, 64] get A below the diagonal, beta on it. The last two
     tiles of [chunks, HEADS, 4, 64, 64] bfloat16 get coefficients of d in readouts. factors [chunks, HEADS, 4, 64] get
-    those of q S, of k S, of d in the next matrix, and of the matrix.
+    those of q S, of k S, of d in the next matrix, and of the matrix. KEY_BLOCK: elements of
+    keys that are loaded at a time.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
+"""Pointers that may be unaligned."""
 
 
 @triton.jit

@@ -19,6 +19,7 @@ def _load_delta_token(
     numbers, others, wanted, head, k_at, v_at,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROW_DECAY: tl.constexpr,
 ):  # fmt: skip
+    """Return q and k [KEY_PAD], v [BLOCK], b and a of one head, all 0 unless `wanted`. If ROW_DECAY, a is [KEY_PAD]."""
     of_key = numbers + (head // (HEADS // KEY_HEADS)) * KEY + k_at
     q = tl.load(of_key, mask=wanted & (k_at < KEY), other=0.0)
     k = tl.load(of_key + KEY_HEADS * KEY, mask=wanted & (k_at < KEY), other=0.0)

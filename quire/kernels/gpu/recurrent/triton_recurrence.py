@@ -43,6 +43,9 @@ def run_recurrence(
     fixed: bool,
     passed_chunk_trial: bool = False,
 ) -> Tensor:
+    """If `fixed`, bits do not depend on how sequences are divided into steps. `passed_chunk_trial`: chunks passed their
+    trial on this GPU; Hopper needs no trial.
+    """
     assert isinstance(rule, SupportedRule), f"no kernel for {type(rule).__name__}"
     inputs = inputs.contiguous()
     z = z.contiguous()

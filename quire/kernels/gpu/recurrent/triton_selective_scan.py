@@ -17,6 +17,7 @@ from quire.kernels.gpu.recurrent.triton_common import (
 def _load_scan_token(
     numbers, others, wanted, k_at, channel, inside, KEY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """Return x [BLOCK], b and c [KEY_PAD], and dt [BLOCK] for BLOCK channels, all 0 unless `wanted`."""
     x = tl.load(numbers + channel, mask=wanted & inside, other=0.0)
     b = tl.load(numbers + CHANNELS + k_at, mask=wanted & (k_at < KEY), other=0.0)
     c = tl.load(numbers + CHANNELS + KEY + k_at, mask=wanted & (k_at < KEY), other=0.0)
@@ -35,6 +36,7 @@ def advance_scan(
     HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, NORMED: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Inputs are loaded two tokens ahead."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)

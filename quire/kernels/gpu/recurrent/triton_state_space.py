@@ -19,6 +19,7 @@ def _load_space_token(
     numbers, others, wanted, head, k_at, v_at,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
+    """Return a head's x [BLOCK], its group's b and c [KEY_PAD], and the head's dt, all 0 unless `wanted`."""
     x = tl.load(numbers + head * VALUE + v_at, mask=wanted & (v_at < VALUE), other=0.0)
     of_group = numbers + HEADS * VALUE + (head // (HEADS // GROUPS)) * KEY + k_at
     b = tl.load(of_group, mask=wanted & (k_at < KEY), other=0.0)
