@@ -52,6 +52,7 @@ class AdapterRegistry:
 
     @property
     def adapters_by_name(self) -> Mapping[str, Adapter]:
+        """A live view, not a copy."""
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
@@ -183,7 +184,7 @@ def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
     """Raises ConfigError if a local adapter of --lora-modules is missing or does not fit the model. Hub ids are not
-    checked.
+    checked. If `modules` is None, the fit is not checked.
     """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
@@ -205,8 +206,8 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """Stores adapters in `data_dir`, where they outlive the server; without `data_dir`, in a temporary folder. Raises
-    ConfigError.
+    """Yields None if no adapters are served. Stores adapters in `data_dir`, where they outlive the server; without
+    `data_dir`, in a temporary folder. Raises ConfigError.
     """
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:

@@ -30,8 +30,9 @@ def build_app(
     link: PeerLink | None = None,
     open_stored_data: OpenStoredData = open_configured_data_dir,
 ) -> FastAPI:
-    """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `link` leads to the
-    process that owns the stored data; None: this process owns it. Raises ConfigError.
+    """The app's lifespan opens `open_models` and `open_stored_data`, and raises their errors. `budget_bytes` bounds the
+    memory that all requests lease together. `link` leads to the process that owns the stored data; None: this process
+    owns it. Raises ConfigError.
     """
     gateways = TrustedGateways(config)
 

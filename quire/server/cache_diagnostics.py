@@ -22,6 +22,7 @@ MAX_OWNER_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
 _OVERHEAD_BYTES = 700
 SETTINGS = "settings"
+"""Name of the part for whose change neither vendor's API has a reason."""
 Outcome = Literal["unchanged", "changed", "not_found", "unavailable"]
 
 
@@ -107,7 +108,8 @@ class RecentPrompts:
     def __init__(self, max_owner_bytes: int = MAX_OWNER_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_owner_bytes, self._max_total_bytes = max_owner_bytes, max_total_bytes
         self._prompts_by_owner: dict[str, OrderedDict[tuple[bytes, str], PromptFingerprint]] = {}
-        """Keyed by owner, then by the cache salt's digest and the answer id. The latest comes last."""
+        """Keyed by owner, then by the cache salt's digest (salts may be long) and the answer id. The latest comes last.
+        """
         self._sizes = BytesByOwner()
 
     @property

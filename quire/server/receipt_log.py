@@ -95,7 +95,9 @@ class ReceiptWriter:
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """An answer that is repeated from the journal without the engine has been logged already."""
+        """Logs failed answers too. An answer that is repeated from the journal without the engine has been logged
+        already.
+        """
         if self.receipt_log is not None and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)

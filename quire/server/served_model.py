@@ -39,9 +39,10 @@ class ServedModelSpec:
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """Values of generation_config.json, or of settings that replace it."""
+    """Values of generation_config.json, or of settings that replace it. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Like `tasks`, the value is known only once the engine runs."""
+    """Maximum tokens of a prompt together with its answer. Like `tasks`, the value is known only once the engine runs.
+    """
     tasks: tuple[Task, ...] = ("generate",)
     pooling: PoolingConfig | None = None
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
@@ -139,7 +140,8 @@ class ServedModel(ServedModelSpec):
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
     """Identifies everything that determines the tokens for a seed: Quire's version and code, the model and its weights
-    (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently.
+    (wherever stored), dtype, device, backend, bit widths, and the ranks, because sums over ranks round differently. The
+    suffix tells whether the batch matters too (see `quire verify`).
     """
     model = info.content or info.model
     identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)

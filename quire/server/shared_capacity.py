@@ -14,7 +14,7 @@ class BytesByOwner:
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """None outside a transaction."""
+        """Owners that the transaction has changed, with the sizes that they had before; None outside a transaction."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -62,6 +62,7 @@ class SharedCapacity:
     """An owner is the name of a tenant, or "" without API keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
+        """`usage` has what each owner uses. Pass it if other code reads it or reverts it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 

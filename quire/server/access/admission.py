@@ -49,7 +49,9 @@ class Admission:
         self._max_running_requests = config.max_running_requests
         self._has_api_keys = has_api_keys
         self._token_budget = SharedCapacity(config.max_queued_tokens + self._max_running_requests * context_length)
-        """If a client reads slowly, its call stays unsettled after the engine is done with it."""
+        """Bounds the prompt tokens of calls whose tickets are not settled. If a client reads slowly, its call stays
+        unsettled after the engine is done with it.
+        """
 
     def start_draining(self) -> None:
         self.is_draining = True
@@ -65,8 +67,9 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """The caller must settle the ticket when the answers have ended. Raises Overloaded, RateLimited, and
-        InvalidRequest for a forbidden priority or for more answers than can ever run and wait at once.
+        """`prompt_tokens` is the sum over the prompts. The caller must settle the ticket when the answers have ended.
+        Raises Overloaded, RateLimited, and InvalidRequest for a forbidden priority or for more answers than can ever
+        run and wait at once.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -120,8 +123,8 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """A route for the model that the body, path or query parameter `model` names. If `needs_awake`, it keeps the model
-    awake until the last byte of a POST's answer is sent.
+    """A route for the model that the body, path or query parameter `model` names. `handle` waits until the model is
+    loaded. If `needs_awake`, it also keeps the model awake until the last byte of a POST's answer is sent.
     """
 
     needs_awake: ClassVar[bool] = True
@@ -134,6 +137,8 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
+    """A route that needs no awake engine, or that wakes the engine itself."""
+
     needs_awake = False
 
 
@@ -155,7 +160,8 @@ class RateLimitedRoute(EngineOptionalRoute):
 
         return handle_rate_limited
 
-    def check_admission_before_body_read(self, request: Request) -> None: ...
+    def check_admission_before_body_read(self, request: Request) -> None:
+        """Subclasses raise the errors that do not depend on the body."""
 
 
 class StoredDataRoute(RateLimitedRoute):

@@ -81,5 +81,7 @@ def tenant_of(scope: Scope) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """A key's name would not identify the owner, because the name may later be given to another key."""
+    """Returns "" without keys. A key's name would not identify the owner, because the name may later be given to
+    another key.
+    """
     return tenant_of(request.scope).digest.hex()

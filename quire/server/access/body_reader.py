@@ -22,12 +22,14 @@ from quire.server.shared_capacity import SharedCapacity
 UNCOUNTED_BYTES = 64 * 1024
 """Bodies up to this size do not count in the memory budget, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
+"""Scope key of a body that was read before the request was passed to its route."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
     owner: str
+    """Tenant name; "" without API keys."""
     reserved_bytes: int = 0
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
@@ -59,7 +61,9 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """A body for which there is no room waits unread, for at most `wait_seconds`."""
+    """A body for which there is no room waits unread, for at most `wait_seconds`. Meanwhile slow senders are cut off,
+    because they occupy the budget with little data.
+    """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
         """The budget is at least `max_bytes`, so one body always fits."""
@@ -71,6 +75,7 @@ class BodyReader:
         self._decode_slots = FairSemaphore(1)
         """One slot, because the budget does not count decoders' memory."""
         self._last_cut_at = 0.0
+        """Event loop time at which slow senders were last looked for."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -78,9 +83,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yields the whole decoded body, which counts in the budget until the end of the block. Raises HTTPException if
-        the body is too large, arrives too slowly or has an unknown encoding; InvalidRequest if the encoding is broken,
-        or if a browser declares another type than JSON; Overloaded if the budget stays full; and ClientDisconnect.
+        """Yields the whole decoded body, which counts in the budget until the end of the block. If `json` is False, any
+        content type is accepted. Raises HTTPException if the body is too large, arrives too slowly or has an unknown
+        encoding; InvalidRequest if the encoding is broken, or if a browser declares another type than JSON; Overloaded
+        if the budget stays full; and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:

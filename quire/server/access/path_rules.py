@@ -25,6 +25,7 @@ ADMIN_PATHS = frozenset(
     }
 )
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
+"""Without API keys, only programs on this machine may use these paths; web pages may not."""
 
 
 def is_public_path(path: str) -> bool:

@@ -26,7 +26,7 @@ class TokenBucket:
         return self._level
 
     def withdraw(self, amount: float) -> None:
-        """A negative `amount` is put back."""
+        """Never fails: the level may become negative. A negative `amount` is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:

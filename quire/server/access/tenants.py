@@ -43,6 +43,7 @@ class Tenant:
     """The most urgent priority that requests may have (a lower number is more urgent). None allows any."""
     admin: bool = False
     shares_prefixes: bool = False
+    """If True, requests may share cached prefixes with other keys' requests."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
         """The salt differs by key, because timing must not reveal other tenants' prompts."""
@@ -142,7 +143,7 @@ class Tenants:
 
 
 def _read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """The error's message contains no key."""
+    """Raises ConfigError; the message contains no key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

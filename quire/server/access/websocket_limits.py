@@ -11,6 +11,8 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class WebSocketLimits:
+    """Limits of all WebSockets together."""
+
     connections: SharedCapacity
     memory: SharedCapacity
 

@@ -54,6 +54,7 @@ class ASGIClient:
         return None
 
     async def _post_once(self, path: str, body: bytes) -> ASGIResponse:
+        """The status is 500 if the application raises an exception."""
         path, _, query = path.partition("?")
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]

@@ -95,7 +95,7 @@ def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """Raises ConfigError."""
+    """Maps each custom_id to its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):

@@ -21,8 +21,8 @@ succession and find the instructions in the prefix cache.
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """Returns the requests in processing order, or no requests and up to _MAX_ERRORS errors. Takes 1 s per 100 MB.
-    Raises OSError.
+    """Returns the requests in processing order, or no requests and up to _MAX_ERRORS errors. `max_bytes` bounds each
+    body. Takes 1 s per 100 MB. Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -52,7 +52,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Numbers begin at 1. A byte order mark is skipped."""
+    """Yields each line's number (from 1), byte offset and content. A byte order mark is skipped."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):

@@ -41,7 +41,9 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """If no step with `num_requests` was measured, a step with one request fewer is compared."""
+        """If no step with `num_requests` was measured, a step with one request fewer is compared. Returns False if that
+        is unknown too.
+        """
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

@@ -46,9 +46,10 @@ BATCH_PRIORITY = 1 << 20
 """Smaller numbers go first; the default of other requests is 0."""
 MAX_OPEN_BATCHES = 64
 MAX_UPLOADS = 16
+"""Concurrent uploads of all keys together."""
 _SLOT_DIVISOR = 4
 _LINES_PER_CHECK = 2
-"""Each start blocks the event loop for some milliseconds."""
+"""Lines that are started between two pauses, because each start blocks the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0

@@ -14,6 +14,7 @@ from quire.server.config import ServerConfig
 
 
 def listen_url(host: str, port: int | None, *, tls: bool = False) -> str:
+    """`port` is None for a Unix socket."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme, suffix = "https" if tls else "http", "" if port is None else f":{port}"
     return f"{scheme}://[{reachable}]{suffix}" if ":" in reachable else f"{scheme}://{reachable}{suffix}"

@@ -56,8 +56,9 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     family: int
     address: tuple[Any, ...]
     started: float
+    """time.perf_counter() at the command's start."""
     descriptor: int | None = None
-    """If None, the process binds `address`."""
+    """File descriptor of the shared Unix socket. If None, the process binds `address`."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
@@ -113,6 +114,9 @@ class ApiProcessManager:
         return self._is_ready
 
     async def run(self) -> int:
+        """Returns the exit status. Raises ConfigError or EngineError if MAX_FAILURES processes in a row end before they
+        serve, or one fails before the server is ready.
+        """
         main_task = asyncio.current_task()
         assert main_task is not None
         folder = self._config.data_dir

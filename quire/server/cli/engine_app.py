@@ -32,6 +32,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
+"""Settings of a server that only this process can reach."""
 
 
 @asynccontextmanager

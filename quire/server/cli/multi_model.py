@@ -25,7 +25,7 @@ from quire.server.runtime.model_startup import open_runtime
 
 
 class MultiModelHost:
-    """The constructor raises ConfigError."""
+    """`file` is a models file in TOML, or `cache` for all downloaded models. The constructor raises ConfigError."""
 
     def __init__(self, config: ServerConfig, file: Path) -> None:
         self._config = config

@@ -62,7 +62,9 @@ WatchSignals = Callable[["AbstractEventLoop", Callable[[int], None]], AbstractCo
 
 @contextmanager
 def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> Iterator[None]:
-    """After the block, SIGHUP is ignored and the other two end the process at once."""
+    """Calls `on_signal` in the loop. After the block, SIGHUP is ignored, and SIGINT and SIGTERM end the process at
+    once.
+    """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -79,6 +81,7 @@ def watch_signals(loop: AbstractEventLoop, on_signal: Callable[[int], None]) -> 
 
 
 def dump_threads_on_signal() -> None:
+    """SIGUSR1 then writes all threads' stacks to stderr, instead of ending the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 

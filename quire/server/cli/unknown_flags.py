@@ -21,6 +21,7 @@ _PLUGIN_FLAGS = {
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
+"""Metavar of flags whose value is a JSON object, which may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:

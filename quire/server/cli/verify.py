@@ -205,7 +205,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """Raises EngineError."""
+    """If `kill`, kills the engine process once during generation. Raises EngineError."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

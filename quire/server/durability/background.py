@@ -78,6 +78,7 @@ class Background:
         self.is_closing = False
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
+        """Returns the unfinished response as JSON; None if no process runs it."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -94,6 +95,7 @@ class Background:
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
+        """Returns the events after number `after`; None if no process runs the answer."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -160,7 +162,7 @@ class Background:
             finally:
                 running.mark_ended()
                 self._retain_ended_events_for_peers(key, running)
-                if self._running_answers.get(key) is running:
+                if self._running_answers.get(key) is running:  # otherwise another request took the answer over
                     del self._running_answers[key]
 
     def _retain_ended_events_for_peers(self, key: AnswerKey, running: RunningAnswer) -> None:
@@ -204,7 +206,9 @@ class Background:
         return True
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Returns the number of events after number `after`, whether the answer has ended, and the events' bytes."""
+        """Waits up to _EVENT_WAIT_SECONDS for new events. Returns the number of events after number `after`, whether
+        the answer has ended, and the events' bytes. Returns None if this process does not have the events.
+        """
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None

@@ -75,9 +75,11 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
+        """Returns True if more data is due. While another call sweeps, does nothing and returns False."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
+        """Returns (owner, id) of each."""
         return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
@@ -90,6 +92,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
+    """In the process that owns the data, its threads also run puts, appends and deletes of other processes."""
     close: Callable[[], None]
 
 

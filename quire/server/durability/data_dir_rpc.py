@@ -97,6 +97,8 @@ class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True
 
 
 class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An internal error, which the owner has logged."""
+
     message: str
 
 
@@ -107,6 +109,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Fai
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
+    """Slow methods run in the owner executor's threads, so that short methods need not wait for them."""
     is_slow = encoded_request.startswith(_SLOW_REQUEST_STARTS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request

@@ -42,6 +42,7 @@ from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
 
 STREAM_ID = "X-Stream-Id"
+"""Header with a resumable stream's id, for GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
 """Fingerprints of everything that has computed the stream, if there are several."""
 
@@ -50,7 +51,7 @@ class DurableRequest(ABC):
     """The pipeline's stations call these methods in this order."""
 
     def __init__(self, request: Request, stream_grace: float) -> None:
-        """`stream_grace`: maximum seconds that a stream continues without its reader."""
+        """`stream_grace`: maximum seconds that a stream continues without its reader; 0 without a data directory."""
         self._request = request
         self._stream_grace = stream_grace
 
@@ -64,6 +65,7 @@ class DurableRequest(ABC):
 
     @property
     def repeats_stored_response(self) -> bool:
+        """True if the Idempotency-Key belongs to a stored background response."""
         return False
 
     @property
@@ -79,10 +81,11 @@ class DurableRequest(ABC):
         """Raises the errors of MemoryLease.grow_lease."""
 
     @abstractmethod
-    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity: ...
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
+        """Returns `fresh`, or a resumed answer's journaled identity. Raises HTTPException and InvalidRequest."""
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
-        """Raises InvalidRequest if the header is invalid or the stream cannot be resumed."""
+        """Returns 0 without the header. Raises InvalidRequest if it is invalid or the stream cannot be resumed."""
         if (header_value := self._request.headers.get(KEEP_ALIVE_HEADER)) is None:
             return 0.0
         seconds = parse_stream_grace_header(header_value, self._stream_grace)
@@ -100,6 +103,7 @@ class DurableRequest(ABC):
         """Call this before the first event is sent. Closes `running` before it raises an error."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
+        """The returned writer's events have ids from which a client can resume."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -112,14 +116,16 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """The caller must call the returned function when the reader leaves."""
+        """Returns events that continue for `seconds` after their reader has left. The caller must call the returned
+        function when the reader leaves.
+        """
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Call this when the response has been stored before its end."""
 
     async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Call this when the response has been stored with its end."""
+        """Call this when the response has been stored with its end. Its Idempotency-Key stays known."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """Raises HTTPException while another request computes the answer."""
@@ -135,6 +141,7 @@ class DurableRequest(ABC):
 
 class NullDurableRequest(DurableRequest):
     def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
+        """If `strict`, fields and headers without effect are rejected."""
         super().__init__(request, stream_grace)
         self._strict = strict
 
@@ -307,6 +314,7 @@ def make_durable_request(
     compute: Callable[[], ComputeIdentity],
     config: ServerConfig,
 ) -> DurableRequest:
+    """`calls` is None without a data directory."""
     if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
         return NullDurableRequest(request, 0.0 if calls is None else config.stream_grace, strict=config.strict)
     return JournaledRequest(request, calls, background, owner_of(request), compute, config.stream_grace)

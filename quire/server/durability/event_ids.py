@@ -24,6 +24,7 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
+    """Returns the call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
@@ -46,7 +47,8 @@ class EventIdWriter(AnswerWriter):
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """The count of the current kind is in `_kind_count`, because a list would touch more memory per token."""
+        """By kind. The count of the current kind is in `_kind_count`, because a list would touch more memory per token.
+        """
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
         self._event_template = b""

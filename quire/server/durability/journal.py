@@ -89,7 +89,7 @@ class Calls:
     """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """`live_processes` still write their token logs."""
+        """`live_processes` still write their token logs. The tokens of other logs are recovered."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
@@ -204,6 +204,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
+        """Runs one transaction. Returns False if no more calls are due."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")

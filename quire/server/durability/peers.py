@@ -25,11 +25,13 @@ class PeerLink(Protocol):
     @property
     def identity(self) -> str: ...
 
-    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]: ...
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        """See SharedClient.ask."""
 
 
 class Peers:
     def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
+        """`link` is None if there are no other processes, and `calls` is None if there is no data directory."""
         self._link = link
         self._calls = calls
 

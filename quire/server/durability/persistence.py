@@ -36,11 +36,13 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
+"""Each process answers this topic with its ProcessStatus as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
+"""Pause between sweeps while more is due, so that others can use the disk."""
 _POLL_ALONE_SECONDS = 2.0
 """A single process only checks whether the disk can be written."""
 
@@ -138,7 +140,7 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
                 return await _restart_response(persistence, app, tenants, owner, id)
             except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
                 log.error("the response %s cannot be regenerated now; retrying: %s", id, error)
-            except Exception:
+            except Exception:  # one response must not affect others
                 return log.exception("the response %s cannot be regenerated now; the next start tries again", id)
         await asyncio.sleep(RETRY_SECONDS)
         persistence.unfinished_responses.add((owner, id))

@@ -10,6 +10,7 @@ class ChoiceFinish(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     came_with_token: bool
+    """False if the end came separately, after the last token."""
 
 
 class CallProgress(msgspec.Struct):
@@ -19,7 +20,7 @@ class CallProgress(msgspec.Struct):
     cached: list[int] = []
 
     ends: list[ChoiceFinish | None] = []
-    """The list is empty in older journals and for beam searches."""
+    """None for an unfinished choice. The list is empty in older journals and for beam searches."""
 
     @property
     def num_tokens(self) -> int:

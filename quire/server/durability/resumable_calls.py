@@ -36,15 +36,18 @@ CLAIMS_SCOPE_KEY = "quire.claims"
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
+"""How long an Idempotency-Key stays known after its answer has ended."""
 MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
+"""Request header: seconds that a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
 """A running call's row expires this long after its last save."""
 _CLAIM_POLL_SECONDS = 0.05
 _SAVE_INTERVAL_SECONDS = 1.0
 """Without a write-ahead log, tokens since the last save are recomputed after a crash."""
 _SAVES_PER_LOGGED_CALL = 5
-"""With a write-ahead log, only a power cut loses unsaved tokens."""
+"""With a write-ahead log, calls are saved only every fifth time, because only a power cut loses their unsaved tokens.
+"""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
 
@@ -65,7 +68,9 @@ class Claim:
 class RunningCall:
     progress: CallProgress
     retention_seconds: float
+    """How long the call stays in the journal after its end."""
     close_generation: Callable[[], None] | None = None
+    """None after the call's end."""
     num_saved_tokens: int = 0
     num_skipped_saves: int = 0
     log_number: int = 0
@@ -80,6 +85,9 @@ class RunningCall:
 
 class ResumableCalls:
     def __init__(self, calls: Calls, grace_seconds: float, peers: Peers, write_ahead_log: WriteAheadLog | None) -> None:
+        """`grace_seconds`: how long a stream without a reader stays resumable. Without `write_ahead_log`, a kill loses
+        up to a second of sent tokens.
+        """
         self._write_ahead_log = write_ahead_log
         self._calls = calls
         self._peers = peers
@@ -123,7 +131,9 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """While another attempt has a claim, waits, and raises HTTPException after CLAIM_SECONDS."""
+        """Appends the claim to `claims`. While another attempt has a claim, waits, and raises HTTPException after
+        CLAIM_SECONDS.
+        """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
         while not await asyncio.to_thread(claim):
@@ -175,8 +185,9 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """Raises HTTPException if the key is invalid, claimed or another request's. While the earlier call is answered,
-        `stream` takes it over; otherwise raises HTTPException.
+        """Returns None if the key is new or absent, or if the request resumes a call already. Raises HTTPException if
+        the key is invalid, claimed or another request's. While the earlier call is answered, `stream` takes it over;
+        otherwise raises HTTPException.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -201,6 +212,7 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
+        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
@@ -221,7 +233,7 @@ class ResumableCalls:
                 task.add_done_callback(self._abandon_tasks.discard)
 
     async def _abandon_claim(self, claim: Claim) -> None:
-        with suppress(sqlite3.OperationalError):
+        with suppress(sqlite3.OperationalError):  # the process that owns the store does not answer
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
     async def journal_call(
@@ -295,6 +307,7 @@ class ResumableCalls:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
+        """A forgotten call is not resumed. If `with_key` is False, a call with an Idempotency-Key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
@@ -365,7 +378,7 @@ async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
 
 
 def parse_stream_grace_header(header_value: str, max_seconds: float) -> float:
-    """Raises InvalidRequest."""
+    """`max_seconds` is 0 without a data directory. Raises InvalidRequest."""
     if not max_seconds:
         raise InvalidRequest(
             f"{KEEP_ALIVE_HEADER}: this server stores no streams: see --data-dir", param=KEEP_ALIVE_HEADER

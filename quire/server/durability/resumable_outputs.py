@@ -18,7 +18,7 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`position` is the number of earlier tokens of the choice."""
+        """`number` belongs to the call's first choice. `position` is the number of earlier tokens of the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
         """`rows` has three numbers per token: choice number, position and token id."""
@@ -119,6 +119,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
+        """Journals the tokens of each choice that follow its first `known_counts` tokens."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]

@@ -57,6 +57,7 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
 
 class StepTokensRecord(msgspec.Struct, frozen=True, tag="s", array_like=True):
     rows: bytes
+    """Choice number, position and token id of each token."""
 
 
 class LoggedTokens(NamedTuple):
@@ -93,6 +94,7 @@ class WriteAheadLog:
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
+        """Returns the number of the first choice. The other choices have the next numbers."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -101,7 +103,7 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Drops the tokens if the half has no space."""
+        """Call this before the tokens are sent. Drops the tokens if the half has no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
@@ -170,7 +172,8 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
         return
 
 
-class _BrokenRecord(Exception): ...
+class _BrokenRecord(Exception):
+    """The record is incomplete, damaged, or of a later version."""
 
 
 class _LegacyTokenRecord(NamedTuple):

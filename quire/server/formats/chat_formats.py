@@ -75,6 +75,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
+    """Returns the format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire.engine.common.errors import InvalidRequest
 
 MAX_REGEX_LENGTH = 1 << 16
+"""In characters. Repeated expansion of rules can produce many."""
 MAX_RULE_DEPTH = 100
 COMMON_TERMINALS = {
     "CR": r"\r",

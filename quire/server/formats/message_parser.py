@@ -29,10 +29,12 @@ class RequestMessageFormat:
     starts_in_thinking: bool | None = None
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
+    """None if calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
     """Their only argument is the input."""
     allows_parallel_calls: bool = True
+    """If False, only the first call is kept."""
     calls_only: bool = False
     """True if a call is required: other text is not content."""
     content_delimiters: ContentDelimiters | None = None
@@ -89,7 +91,9 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """`offsets`: token starts in the answer. `complete`: the model itself ended the answer."""
+        """`offsets`: token starts in the answer. If `final`, held-back text is emitted too. `complete`: the model
+        itself ended the answer.
+        """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()
         if self._reasoning_parser is not None:

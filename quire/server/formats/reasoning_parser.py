@@ -97,6 +97,7 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
+        """Whitespace that belongs to the thinking only if more thinking follows."""
         self._has_thought = False
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
@@ -118,7 +119,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """`offsets`: where the text's tokens start in the answer."""
+        """Returns new reasoning and new content. `offsets`: where the text's tokens start in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)

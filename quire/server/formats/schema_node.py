@@ -12,6 +12,7 @@ ANY_TYPE = "any"
 MAX_NODES = 500
 """Maximum number of schema nodes per value. Beyond it, any type is allowed."""
 MAX_DEPTH = 40
+"""Maximum depth of combining keywords and references. Beyond it, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(

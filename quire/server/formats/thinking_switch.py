@@ -64,7 +64,7 @@ class ThinkingSwitch:
             default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORT_VARIABLES:
+            if name in EFFORT_VARIABLES:  # this variable replaces the request's effort
                 return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
             return cls(
                 {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True

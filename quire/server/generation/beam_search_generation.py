@@ -50,6 +50,7 @@ class BeamSearchGeneration(Generation):
 
     @property
     def reasoning_tokens(self) -> int | None:
+        """Beam search does not count reasoning tokens."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -87,7 +88,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """Best first; after a cancellation, the best so far."""
+        """Returns the n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)

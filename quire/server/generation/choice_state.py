@@ -31,10 +31,13 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    """The stop string, or the id from stop_token_ids, that ended the choice."""
     token_ids: Sequence[int] = ()
+    """Ids since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
     """Set only in a choice's first delta, as `prompt_logprobs`."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    """Set only in a choice's first delta. The first token's entry is None."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
@@ -75,6 +78,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
+        """True if all deltas except the last have only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -203,12 +207,15 @@ REPETITION_STOP_REASON = "repetition_detected"
 
 class RepetitionDetector:
     def __init__(self, rule: RepetitionRule, min_tokens: int) -> None:
+        """Repetitions within the first `min_tokens` tokens are ignored."""
         self._rule = rule
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """A token that ends the answer anyway is not checked, and keeps its own finish reason."""
+        """Cuts the output after the token that completes a repetition, and returns True if there is one. A token that
+        ends the answer anyway is not checked, and keeps its own finish reason.
+        """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
             if used == len(output.new_ids) and output.finish_reason is not None:

@@ -12,7 +12,7 @@ class OutputsWithDeadlines(WrappedOutputs):
     """When a deadline of the request passes, the outputs end with Timeout or QueueTimeout."""
 
     def __init__(self, outputs: OutputSource, request: ResolvedRequest) -> None:
-        """The request's deadlines are seconds from now."""
+        """The request's deadlines are seconds from now. None means unlimited."""
         super().__init__(outputs)
         timeout, queue_timeout = request.timeout, request.queue_timeout
         loop = asyncio.get_running_loop()

@@ -29,7 +29,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
+    """None if reasoning is not parsed."""
     metrics: Mapping[str, float | None] | None = None
+    """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
     first_token_time: float | None = None
     """`time.monotonic()`."""
@@ -62,7 +64,9 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Uses vLLM's names. The engine's first step for the request ends the queue time."""
+    """Uses vLLM's names. The engine's first step for the request ends the queue time. All values are None before the
+    first token.
+    """
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
     last = timeline.last_token_at
@@ -148,6 +152,7 @@ class Generation(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
+        """None with several choices, or if the request does not ask for timings."""
         return None
 
     @property
@@ -157,7 +162,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """Returns the answers with the highest mean log probability per token."""
+        """Returns the answers with the highest mean log probability per token, with new indices."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -198,6 +203,7 @@ GenerationType = TypeVar("GenerationType", Generation, VectorGeneration)
 
 class RunningGeneration(Generic[GenerationType]):
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
+        """`receipt_recorder`: None without a receipt, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []

@@ -39,6 +39,7 @@ class LineLimiter:
         )
 
     def _find_cut(self, text: str) -> tuple[int, int] | None:
+        """Returns the answer's length in `text` and the position of the character that ends it, or None."""
         now = clock.monotonic()
         if self._deadline is None and self._rule.max_seconds is not None:
             self._deadline = now + self._rule.max_seconds

@@ -14,7 +14,7 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Number of last characters in which a stop string is located."""
+"""Number of last characters in which a stop string is located. Only text that parsers hold back can follow it."""
 
 
 class MessageDeltaStream:
@@ -31,6 +31,7 @@ class MessageDeltaStream:
         self._raw_tail = ""
         self._text_length = 0
         self._decided_length = 0
+        """Number of leading characters that cannot be part of a stop string."""
         self._pending_offsets: list[int] = []
 
     @property

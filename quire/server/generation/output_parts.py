@@ -95,6 +95,10 @@ class CollectedChoice:
 
 
 class LogprobBudget:
+    """Counts the log probabilities that are held in memory for whole answers, and for streams that repeat them at the
+    end.
+    """
+
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}
         self._total_logprobs = 0

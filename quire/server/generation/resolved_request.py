@@ -52,6 +52,7 @@ class Prompt:
     offsets: Sequence[int] = ()
     """Position of each id in `text`, in characters. May be empty."""
     spans: tuple[MediaSpan, ...] = ()
+    """Ranges of the ids that are placeholders of images."""
     images: tuple[Image, ...] = ()
     """The images that the spans refer to, each once."""
     adaptations: str = ""
@@ -59,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """vLLM's repetition_detection."""
+    """vLLM's repetition_detection: an answer ends when its last tokens are `min_count` repetitions of one pattern."""
 
     max_pattern_size: int
     """In tokens; 0 disables the rule."""
@@ -85,6 +86,7 @@ class Caller:
     cache_salt: str = ""
     """Made from the body's salt and the tenant."""
     adapter: Adapter | None = None
+    """None if the model name is not an adapter's."""
     chosen_id: str = ""
     include_receipt: bool = False
     record_receipt: bool = False
@@ -190,6 +192,7 @@ class GenerationRequest(ResolvedRequest):
     """Number of choices per prompt, at most n, that a whole answer returns."""
     session_id: str = ""
     keep_seconds: float = 0.0
+    """How long the conversation's KV blocks are kept."""
     checked_grammar: CheckedGrammar | None = None
 
     beam_search: bool = False
@@ -207,8 +210,10 @@ class GenerationRequest(ResolvedRequest):
     """Drop the one token that the engine must generate."""
     logprobs: bool = False
     prompt_logprobs: int | None = None
+    """Number of alternatives per prompt token. None omits the field from the answer."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
     """Only with one choice."""
     body_receipt: bool = False

@@ -64,6 +64,7 @@ VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
 
 class VectorGeneration:
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
+        """`outputs` belong to `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}

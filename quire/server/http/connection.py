@@ -128,6 +128,7 @@ class HttpConnection(HttpToolsProtocol):
         """Excludes bytes that arrived together with the previous request's end."""
         self._body_bytes = 0
         self._bytes_without_body = 0
+        """Bytes received since the last body byte."""
         self._num_headers = 0
         self._body_chunks: list[bytes] = []
         self._read_timer: asyncio.TimerHandle | None = None
@@ -297,7 +298,9 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Sends `_refusal`, whatever its status, and closes the connection. Waits for answers to earlier requests."""
+        """Sends `_refusal`, whatever its status, and closes the connection. Waits for answers to earlier requests.
+        Sends nothing if a response to this request has begun.
+        """
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -320,6 +323,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
+        """Tells the application that the client has left, even if later requests have arrived."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()

@@ -107,7 +107,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock_file_or_none(path: Path) -> int | None:
-    """Returns None if the locked file is no longer at `path`, where another server could create and lock a new one."""
+    """Returns the locked file's descriptor; None if this file is no longer at `path`, where another server could create
+    and lock a new one.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(lock)

@@ -24,6 +24,7 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
+"""Shutdown waits this long for a dead engine's requests."""
 
 
 class HttpServer(uvicorn.Server):

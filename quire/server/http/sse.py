@@ -47,7 +47,9 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[Exception], bytes] = encode_openai_stream_error,
         transport: BatchingTransport | None = None,
     ) -> None:
-        """While the next chunk is awaited, the generator may write chunks to `transport` itself."""
+        """`ping` is sent after a silence of `config.sse_ping` seconds. While the next chunk is awaited, the generator
+        may write chunks to `transport` itself.
+        """
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self.raw_headers = [(b"content-type", content_type), *EVENT_STREAM_HEADERS, *extra_headers]
@@ -78,7 +80,7 @@ class EventStream(EventSourceResponse):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()
+                task.result()  # raises the task's error
         finally:
             self._close()
             for task in tasks:

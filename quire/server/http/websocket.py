@@ -16,14 +16,15 @@ from quire.server.http.connection import ConnectionTimeouts
 from quire.server.http.write_batching import BatchingTransport, WriteBatcher
 
 MORE_PIECES_KEY = "quire.more_pieces"
-"""True if more pieces of the client's message follow."""
+"""Key in a websocket.receive message: True if more pieces of the client's message follow."""
 GOING_AWAY_SCOPE_KEY = "quire.going_away"
 """The asyncio.Event under this key is set when the server stops; the application must then close the connection."""
 _FEED_BYTES = 16 * 1024
-"""These bytes contain at most 2,700 frames."""
+"""Bytes that are parsed before other connections get their turn. They contain at most 2,700 frames."""
 _MAX_QUEUED_PIECES = 16
 """Reading pauses while this many pieces wait for the application."""
 _MAX_SMALL_FRAMES = 10_000
+"""Limit for pings, pongs and fragments of a few bytes before a message ends."""
 _SMALL_FRAME_BYTES = 24
 _UNACKNOWLEDGED_SECONDS = 120
 """Linux ends a connection whose peer does not acknowledge data, such as a ping, for this long."""

@@ -38,7 +38,8 @@ _IPV4_EMBEDDING_NETWORKS = tuple(
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
 
 
-class ForbiddenAddress(Exception): ...
+class ForbiddenAddress(Exception):
+    """A host has an address that is not allowed, or no address."""
 
 
 def is_public_address(address: str) -> bool:
@@ -111,6 +112,7 @@ class ImageFetcher:
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
+        """`domains`: see matches_any_host_pattern."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)

@@ -29,7 +29,9 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises InvalidRequest, and UnfetchedImagesError if images have http URLs that are not fetched yet."""
+    """Returns images in message order. Raises InvalidRequest, and UnfetchedImagesError if images have http URLs that
+    are not fetched yet.
+    """
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.multimodal_prompt_builder is None:

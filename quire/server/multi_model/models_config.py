@@ -67,7 +67,7 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """0: never."""
+    """Seconds until an idle model sleeps; 0: never."""
     sleep_level: int
     """1: the engine's process stays and wakes fast; 2: it ends."""
 

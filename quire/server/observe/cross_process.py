@@ -66,8 +66,8 @@ class CrossProcessObserver:
         return explanations[0] if explanations else None
 
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
-        """None if the request is unknown, or if the tenant is neither its owner nor an admin. Only the owner sees
-        prompt content.
+        """Returns JSON; None if the request is unknown, or if the tenant is neither its owner nor an admin. Only the
+        owner sees prompt content.
         """
         caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)

@@ -18,7 +18,7 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""The more a view costs, the less often it is taken."""
+"""Maximum share of the engine's time that views may take. The more a view costs, the less often it is taken."""
 MAX_LISTED_ENGINES = 8
 OVERLAP_SECONDS = 4
 """Each `state` repeats this many last complete seconds, for streams that missed an event."""

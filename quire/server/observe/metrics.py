@@ -250,7 +250,7 @@ class Metrics:
         if step.is_counted:
             prompts = sum(count for _, _, count in step.record.chunks)
             self._observe_histogram("iteration_tokens_total", prompts + step.record.num_generated_tokens)
-        self.rolling_stats.flush_token_gaps()
+        self.rolling_stats.flush_token_gaps()  # gaps of the previous step
 
     def _observe_sequence(self, timeline: Timeline) -> None:
         seconds = timeline.phase_seconds(timeline.ended_at or timeline.submitted_at)
@@ -276,6 +276,7 @@ class Metrics:
         peer_samples: Sequence[PeerSample] = (),
         extra_registries: Iterable[CollectorRegistry] = (),
     ) -> bytes:
+        """Returns Prometheus text format. `extra_registries` belong to no model."""
         for each in models:
             each.rolling_stats.flush_token_gaps()
         label = "model_name" if len(models) > 1 else ""
@@ -290,6 +291,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
+    """Without a label, the only key is ""."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 

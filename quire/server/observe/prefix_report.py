@@ -40,6 +40,7 @@ def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict
 def conversation_turns(
     log: RequestLog, history: RequestHistory, conversation: str, may_show: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
+    """`may_show`: see explain_request."""
     turns_by_answer: dict[str, dict[str, Any]] = {}
     for timeline in (*history.ended_timelines, *history.open_timelines):
         report = timeline.prefix_report

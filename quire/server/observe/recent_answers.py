@@ -68,7 +68,7 @@ def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str,
 
 
 def _completion_time(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """A background answer may end after its HTTP response."""
+    """Returns time.monotonic(), or None if incomplete. A background answer may end after its HTTP response."""
     if record.ended_at is None or any(each.ended_at is None for each in sequences):
         return None
     return max([record.ended_at, *(each.ended_at or 0.0 for each in sequences)])
@@ -102,7 +102,9 @@ def _tenant_totals(
     timelines: Mapping[str, Sequence[Timeline]],
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
-    """`share` weighs tokens as the scheduler does: an output token counts as OUTPUT_TOKEN_COST prompt tokens."""
+    """Returns the tenants with the largest share first. `share` weighs tokens as the scheduler does: an output token
+    counts as OUTPUT_TOKEN_COST prompt tokens.
+    """
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:
         empty_totals = {"name": record.owner, "requests": 0, "open": 0, "computed_tokens": 0, "output_tokens": 0}

@@ -34,7 +34,9 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` takes a sequence id. Requests in the same batches that it hides are only counted."""
+    """`may_show` takes a sequence id. Requests in the same batches that it hides are only counted. `decode_tokens`: see
+    describe_prefix_use.
+    """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
     start = answer_start(record, timelines)
@@ -60,8 +62,8 @@ def explain_request(
 
 
 def answer_start(record: RequestRecord, timelines: Sequence[Timeline]) -> float:
-    """If the request resumes a stream, returns the time at which the stream's first request was submitted to the
-    engine.
+    """Returns time.monotonic() of the request's arrival. If the request resumes a stream, returns the earlier time at
+    which the stream's first request was submitted to the engine.
     """
     return min([record.arrived_at, *(each.submitted_at for each in timelines)])
 
@@ -83,6 +85,7 @@ def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: flo
 def _explain_sequence(
     timeline: Timeline, start: float, now: float, mates: _BatchMateLookup, steps: int
 ) -> dict[str, Any]:
+    """`start`: see answer_start."""
 
     def ms_since_start(at: float) -> float:
         return to_milliseconds(at - start)

@@ -36,6 +36,7 @@ class RequestRecord:
     created_at: float = field(default_factory=lambda: clock.time())
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
+    """Tenant name; empty without API keys."""
     weight: float = 1.0
     status: int | None = None
     ended_at: float | None = None
@@ -74,7 +75,9 @@ class RequestLog:
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
-        """`name` is an internal id, an answer id or an X-Request-Id."""
+        """`name` is an internal id, an answer id or an X-Request-Id. Returns the latest matching record that the caller
+        may see.
+        """
         record = self._records_by_id.get(name)
         if record is None:
             candidates = (each for each in reversed(self._ordered_records) if name in (each.answer_id, each.request_id))

@@ -61,7 +61,7 @@ def submit_generation(
 def generate(
     request: Request, resolved: GenerationRequest, ticket: AdmissionTicket, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """The caller must close the result, which settles the ticket."""
+    """The caller must close the result, which settles the ticket. Raises EngineError if the engine has ended."""
     runtime = get_runtime(request)
     try:
         running = submit_generation(resolved, runtime, durable)

@@ -117,6 +117,7 @@ async def _resolve_here_or_in_worker(
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
+    """Raises the errors of ImageFetcher.fetch_images."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 

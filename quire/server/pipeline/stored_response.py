@@ -42,6 +42,7 @@ def response_cache_of(request: Request) -> ResponseCache | None:
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
     data: DataDir | None
+    """None if the server stores nothing."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter

@@ -37,8 +37,8 @@ async def write_answer(
     *,
     reader_grace: float = 0.0,
 ) -> Response:
-    """Awaits `on_written` before the last part is sent. Raises EngineError if the engine fails an answer that is not
-    streamed.
+    """Awaits `on_written` before the last part is sent. `reader_grace`: seconds that a stream continues without its
+    reader. Raises EngineError if the engine fails an answer that is not streamed.
     """
     if running.generation.request.stream:
         return _write_stream(request, running, writer, durable, on_written, reader_grace)

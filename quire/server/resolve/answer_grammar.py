@@ -25,10 +25,12 @@ class AnswerGrammar:
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
+    """True for a chat, whose grammar must allow the delimiters around content."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
-        """Returns (parameter, grammar) pairs to check. If a tool must be called, a requested format is ignored. If
-        tools may be called, an answer is either calls or content in that format.
+        """Returns (parameter, grammar) pairs to check. Answers match the last grammar. An empty list allows any text.
+        If a tool must be called, a requested format is ignored. If tools may be called, an answer is either calls or
+        content in that format.
         """
         first: list[tuple[str, Grammar]] = []
         delimiters = model.chat_formats.content_delimiters if self.has_content_delimiters else None

@@ -133,6 +133,7 @@ def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[
 def build_message_format(
     body: ChatRequest, tools: RequestTools, prompt: Prompt, model: ServedModel
 ) -> RequestMessageFormat | None:
+    """Returns None if all text is content."""
     reasoning, delimiters = model.chat_formats.reasoning_format, model.chat_formats.content_delimiters
     if reasoning is None and tools.tool_format is None and delimiters is None:
         return None

@@ -35,7 +35,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """16 characters of a grammar count as one id."""
+    """Returns the number of token ids per answer, keyed by field. 16 characters of a grammar count as one id."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),

@@ -90,6 +90,7 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
+    """Returns the numbers per vector if each token has a vector, otherwise None."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size
@@ -216,7 +217,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """Raises InvalidRequest."""
+    """Without a name, returns the model's default prompt, or "". Raises InvalidRequest."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name

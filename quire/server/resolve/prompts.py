@@ -156,7 +156,7 @@ def build_chat_prompt(
 
 
 def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
-    """Another server computed these ids from the messages. Raises InvalidRequest."""
+    """Another server computed `kv_transfer_params.prompt_token_ids` from the messages. Raises InvalidRequest."""
     if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")

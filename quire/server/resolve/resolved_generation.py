@@ -37,9 +37,11 @@ class AnswerForm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
     headers: Mapping[str, str]
+    """Response headers that the resolver adds."""
     logprobs: bool
     """The engine may compute log probabilities without this."""
     message_format: RequestMessageFormat | None = None
+    """If None, all of a chat's text is content."""
     echo: bool = False
     prompt_only: bool = False
     line_rule: LineRule | None = None
@@ -55,6 +57,7 @@ class RequestGrammars:
     weakenable: AnswerGrammar | None = None
     """What the last grammar is made from, if a weaker one may replace it when it does not compile."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
+    """Response headers that name schemas which the grammar does not enforce in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,8 @@ def build_generation(
     options: AnswerOptions,
     grammars: RequestGrammars,
 ) -> ResolvedGeneration:
-    """Raises InvalidRequest for beam search with a grammar, and for prompt log probabilities or copied parameters that
-    are too large.
+    """`model` is the name that the answer shows. Raises InvalidRequest for beam search with a grammar, and for prompt
+    log probabilities or copied parameters that are too large.
     """
     to_check = grammars.to_check
     check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))

@@ -28,7 +28,7 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Longer pairs are encoded only in a worker."""
+"""Maximum number of characters in all pairs together. Longer pairs are encoded only in a worker."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
@@ -65,7 +65,7 @@ def resolve_rerank(
 def build_pair_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """Raises InvalidRequest, NeedsWorker."""
+    """`names`: the body's two fields, which errors name. Raises InvalidRequest, NeedsWorker."""
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):

@@ -182,7 +182,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """Counts the response in the request's memory lease."""
+    """Counts the response in the request's memory lease. Raises RequestNotFound or Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

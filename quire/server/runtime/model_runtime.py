@@ -48,6 +48,7 @@ class ModelRuntime:
     grammar_checker: GrammarChecker
     loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
+    """None if no adapters are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)

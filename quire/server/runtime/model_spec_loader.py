@@ -13,8 +13,9 @@ from quire.server.served_model import ServedModelSpec
 
 
 def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
-    """Reads the headers of the weights' files while the engine loads them, because the engine would report errors
-    seconds later. Raises ModelError, and ConfigError for unusable adapters.
+    """Also returns the modules that adapters may change; None without enable_lora. Reads the headers of the weights'
+    files while the engine loads them, because the engine would report errors seconds later. Raises ModelError, and
+    ConfigError for unusable adapters.
     """
     path = resolve_model_with_overrides(config)
     model_config, defaults = load_model_config(config, path), read_sampling_defaults(config)

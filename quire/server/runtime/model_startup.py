@@ -104,6 +104,7 @@ def _make_weights_group(client: EngineClient) -> WeightsGroup:
 
 
 def _open_receipt_log(config: ServerConfig) -> ReceiptLog | None:
+    """Raises ConfigError."""
     if config.receipt_log is None:
         return None
     return ReceiptLog(config.receipt_log, int(config.receipt_log_size * 2**30))

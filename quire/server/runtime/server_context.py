@@ -55,6 +55,7 @@ class ServerContext:
     gateways: TrustedGateways
     background: Background
     persistence: Persistence | None
+    """None without --data-dir."""
     metrics_registry: CollectorRegistry
     http_metrics: HttpMetrics
     body_reader: BodyReader

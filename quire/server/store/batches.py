@@ -84,7 +84,9 @@ class Batches:
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Also deletes ended batches above MAX_ENDED_BATCHES."""
+        """Also deletes ended batches above MAX_ENDED_BATCHES. Returns False, and adds nothing, if the owner has
+        `max_open` open batches.
+        """
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -102,6 +104,7 @@ class Batches:
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
+        """Does nothing unless the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -146,7 +149,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """Returns the newest first."""
+        """Returns the newest first, and True if more follow; None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:

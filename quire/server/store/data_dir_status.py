@@ -11,6 +11,7 @@ class DataDirStatus:
     leads: bool
     """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
+    """Stored bytes by kind."""
     counts: Mapping[str, int]
     """Sums over all processes, including ended ones, except for OPEN_BATCHES_KEY."""
     refusal: str

@@ -22,7 +22,9 @@ ROW_OVERHEAD_BYTES = 256
 """Added to each row's size, so that limits in bytes also limit the number of rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
 _AUTOCHECKPOINT_PAGES = 16_384
-"""A commit copies the write-ahead log into the file when the log has this many pages."""
+"""A commit copies the write-ahead log into the file when the log has this many pages, which happens if `checkpoint`
+runs too rarely or readers block it.
+"""
 _CHUNK_ROWS = 500
 
 
@@ -47,6 +49,7 @@ class Database:
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
+        """Error of the last write; empty if it succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -78,6 +81,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
+        """Others can read and write meanwhile."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -111,7 +115,7 @@ class Database:
                 raise
 
     def probe_write_error(self) -> str:
-        """After a failed write, tries again."""
+        """Returns why writes fail now, or "". After a failed write, tries again."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
                 connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # same value, but written

@@ -84,14 +84,16 @@ class Files:
     """Thread-safe. After a crash, a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """With API keys, an owner must leave as much free as it uses. Raises OSError."""
+        """`max_bytes` bounds the files of all owners together. With API keys, an owner must leave as much free as it
+        uses. Raises OSError.
+        """
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Filled only in the process that owns the data."""
+        """Uploads in progress, by file id. Filled only in the process that owns the data."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
@@ -129,7 +131,7 @@ class Files:
     def _available_bytes(self, owner: str, id: str) -> int:
         other_reservations = [each for other, each in self._reservations.items() if other != id]
         room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
-        if owner:
+        if owner:  # see SharedCapacity.available_to_owner
             room -= sum(each.size for each in other_reservations if each.owner == owner)
         return room - ROW_OVERHEAD_BYTES
 
@@ -164,6 +166,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
+        """Returns files, and True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:

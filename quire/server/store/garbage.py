@@ -110,6 +110,7 @@ class UnpublishedItems:
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
+    """Returns the bytes freed, and whether no items are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -129,6 +130,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
+    """Returns the positions of the first rows that fit the limits, and their total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

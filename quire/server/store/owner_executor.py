@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class OwnerExecutor:
-    """`run_for_owner` must be called in an event loop."""
+    """Runs slow operations. Short ones use asyncio's threads. `run_for_owner` must be called in an event loop."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(NUM_THREADS, "store")

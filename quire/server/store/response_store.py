@@ -34,6 +34,7 @@ class StoredItem(NamedTuple):
 class ConversationLimits(NamedTuple):
     max_items: int
     max_bytes: int
+    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
@@ -44,6 +45,7 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 class ObjectWithoutItems:
     kind: ObjectKind
     about: dict[str, Any]
+    """Fields that can be read without parsing `data`."""
     data: bytes
 
 

@@ -115,6 +115,7 @@ def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> b
 
 
 def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None:
+    """Rewrites only rows of batches. Creating an index reads its table."""
     statements = [each.strip() for each in _VERSION_3_CHANGES.split(";") if each.strip()]
     began = clock.monotonic()
     if is_old:

@@ -12,6 +12,7 @@ EvictStep = Callable[[sqlite3.Connection, int], bool]
 be deleted.
 """
 HARD_LIMIT_RATIO = 1.1
+"""`make_room` with `max_steps` may leave used bytes up to this multiple of the bound."""
 LOW_WATER_RATIO = 0.95
 """Background eviction goes down to this share of the bound."""
 
@@ -62,6 +63,7 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
+        """Returns whether more can be evicted, and the bytes freed."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

@@ -36,7 +36,9 @@ class ResponseRetention:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Deletes the newest first, so one pass deletes a whole chain of responses."""
+        """Runs one transaction. Returns False if no response is due any more. Deletes the newest first, because a
+        response stays while a later one continues it; so one pass deletes a whole chain of responses.
+        """
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
             return False
@@ -98,7 +100,9 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """While another call runs, does nothing and returns False."""
+        """Runs several transactions. Returns True if more data is due. While another call runs, does nothing and
+        returns False.
+        """
         if not self._mutex.acquire(blocking=False):
             return False
         try:

@@ -66,6 +66,8 @@ _pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
+    """`start_fork_server`, or the first job, starts the process that forks workers."""
+
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
@@ -241,7 +243,7 @@ class WorkerPool:
             worker = self._idle_workers.pop()
             if not worker.reader.at_eof():
                 return worker
-            worker.writer.close()
+            worker.writer.close()  # another process has killed it
         return None
 
     async def _fork_or_claim_worker(self) -> _WorkerProcess:

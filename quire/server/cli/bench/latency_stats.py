@@ -20,7 +20,7 @@ class BenchAnswer:
 
     @property
     def gaps(self) -> list[float]:
-        """A chunk may have several tokens."""
+        """Seconds between chunks. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -53,6 +53,7 @@ class BenchSummary:
     total_tokens_per_second: float
     ttft_ms: LatencyDistribution | None
     itl_ms: LatencyDistribution | None
+    """Gaps between chunks, over all streams."""
     tpot_ms: LatencyDistribution | None
     e2e_ms: LatencyDistribution | None
 
@@ -104,6 +105,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """`rate` is in requests per second."""
+    """Returns seconds, of a Poisson process. `rate` is in requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -81,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_time_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
-    """Returns seconds. Raises EngineError, and ConfigError if `command` cannot be started."""
+    """Returns seconds from the start of the server's process to its first token. Raises EngineError, and ConfigError if
+    `command` cannot be started.
+    """
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]

@@ -33,7 +33,7 @@ class StreamClient:
         keep_alive: bool = True,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """`base` may end in /v1. Raises ConfigError."""
+        """`base` may end in /v1. If `trust` is None, the system's certificates are trusted. Raises ConfigError."""
         parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
@@ -48,8 +48,8 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Calls `on_event` for each event before [DONE], in the transport's callback. Raises StreamError, also if
-        `on_event` raises ValueError.
+        """Posts to /v1/`path`. Calls `on_event` for each event before [DONE], in the transport's callback. Raises
+        StreamError, also if `on_event` raises ValueError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:
@@ -115,6 +115,7 @@ class _StreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Without an earlier [DONE], the request fails with StreamError."""
         self.is_reusable = False
         self._resolve_response_future("the connection was closed before the end of the answer")
 

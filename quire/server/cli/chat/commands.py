@@ -142,6 +142,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
+    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body

@@ -82,6 +82,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _describe_stored(name: str) -> dict[str, Any]:
+    """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)

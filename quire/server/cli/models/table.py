@@ -25,9 +25,10 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
+"""Context length that must fit, and for which memory is shown."""
 _SPEED_CONTEXT_TOKENS = 1024
 _LAPTOP_FLOPS = 1e12
-"""A rough value suffices, because memory limits a single stream."""
+"""Assumed 16-bit operations per second. A rough value suffices, because memory limits a single stream."""
 _EMBEDDING_BITS = 6.5625
 """Bits per number of Q6_K, which 4-bit files use for tied embeddings."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
@@ -42,7 +43,9 @@ class ModelRow:
     context: int
     """Context length in tokens that fits; 0 if it is too short or the model is not served."""
     speed: float | None
-    """Maximum tokens per second of one stream."""
+    """Maximum tokens per second of one stream. None if the model is not for chat or code, or the machine's speed is
+    unknown.
+    """
 
 
 def main(argv: Sequence[str], started: float) -> int:

@@ -61,6 +61,7 @@ _SHOWN_FLAGS = (
 class _ModelToPlan:
     raw: dict[str, Any]
     folder: Path | None
+    """None if the model's files are not on this machine."""
     sizes: ModelSizes
     stored: CheckpointSize | None
 

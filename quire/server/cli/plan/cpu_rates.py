@@ -30,7 +30,8 @@ class CpuRates(msgspec.Struct, frozen=True):
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
     """Returns cached rates that are less than a day old. Otherwise measures, and keeps the better of old and new
-    figures, because other programs can only lower them.
+    figures, because other programs can only lower them. `must_measure` ignores the cache. If the measurement fails,
+    returns the old rates or None.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)

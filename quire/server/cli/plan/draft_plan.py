@@ -24,6 +24,7 @@ class DraftPlan:
     speculative_config: SpeculativeConfig
     stored: CheckpointSize
     sizes: ModelSizes | None
+    """None if the draft has no KV cache of its own."""
 
     @property
     def is_separate_model(self) -> bool:
@@ -67,8 +68,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """The draft's bytes are divided by `num_devices_per_memory`, because only one of the devices that share a memory
-    drafts.
+    """Returns the bytes per request and device outside of KV blocks. The draft's bytes are divided by
+    `num_devices_per_memory`, because only one of the devices that share a memory drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, element_sizes)
     return served.slot_bytes(max_draft_tokens, element_sizes) // num_parts + own // num_devices_per_memory
@@ -77,7 +78,7 @@ def state_slot_bytes(
 def plan_draft(
     speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
 ) -> DraftPlan | None:
-    """Returns None if drafting needs no weights. Raises ModelError."""
+    """Returns None if drafting needs no weights. `served` is the served model's config.json. Raises ModelError."""
     if speculative_config is not None and speculative_config.method == "mtp":
         return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:

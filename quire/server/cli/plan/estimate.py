@@ -52,6 +52,7 @@ class Estimate:
     device_weight_bytes: int = 0
     step_bytes: int = 0
     num_blocks: int = 0
+    """Blocks that a server started with `flags` allocates."""
     context: int = 0
     concurrency: int = 0
     kv_cache_dtype: str = "auto"

@@ -21,7 +21,9 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
     min_experts: int
+    """Experts per layer on the device with the fewest."""
     max_experts: int
+    """Experts per layer on the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """Bytes of the experts stored on disk; 0 if all are in memory."""
@@ -45,6 +47,7 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
+    """Returns how many more weight bytes the device with the most experts has than with an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 

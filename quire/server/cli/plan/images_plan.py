@@ -37,6 +37,7 @@ class ImagesPlan:
     feature_bytes: int
     pixel_bytes: int
     tower_bytes: int
+    """0 if the vision tower is not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images

@@ -42,17 +42,19 @@ class Machine:
     memory: int
     gpu: bool
     bandwidth: float | None = None
-    """Bytes per second."""
+    """Bytes per second; None: unknown."""
     flops: float | None = None
-    """16-bit operations per second."""
+    """16-bit operations per second; None: unknown."""
     measured: bool = False
     """If False, `bandwidth` and `flops` are the maker's figures."""
     bf16: bool = True
     compresses_weights: bool = False
+    """True if the CPU kernels compress bfloat16 linears to 12 bits on this machine."""
     count: int = 1
     stages: int = 1
     """Equal to `count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
+    """Each replica has `count` devices."""
     visible_gpus: VisibleGPUs | None = None
     """None if the machine is another one, or if its GPUs are unknown."""
     replica_gpus: tuple[tuple[str, ...], ...] = ()
@@ -63,7 +65,7 @@ class Machine:
         return 1 if self.gpu else self.count // self.nodes
 
     def expands_weights(self, backend: str = "auto") -> bool:
-        """True if quantized weights are expanded at loading."""
+        """True if quantized weights are expanded at loading, because `backend` has no kernels for them on this GPU."""
         return self.gpu and (backend in ("sdpa", "reference") or (not self.bf16 and backend != "triton"))
 
     def kv_block_size(
@@ -78,7 +80,8 @@ class Machine:
     ) -> int:
         """Returns the tokens per block of an attention backend. "auto" means flash-attn if the GPU and model permit it,
         as if everything were installed. `is_8_bit` excludes flash-attn, whose larger blocks cannot store 8-bit KV.
-        `divides_tokens`: ranks divide each context, and a block counts the tokens of all ranks.
+        `divides_tokens`: ranks divide each context, and a block counts the tokens of all ranks. `block_size` is used if
+        "auto" means flash-attn and some backend has this size.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)

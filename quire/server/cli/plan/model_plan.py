@@ -43,7 +43,7 @@ def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """The model's files must exist."""
+    """Returns None if the number cannot be estimated, or num_kv_blocks sets it. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None

@@ -8,7 +8,7 @@ _DEFAULTS = EngineConfig()
 
 
 def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None, seqs: int) -> tuple[str, ...]:
-    """`seqs`: maximum number of concurrent requests."""
+    """If `context` is None, the model's own context length applies. `seqs`: maximum number of concurrent requests."""
     machine = estimate.machine
     config = estimate.config
     parallelism = "pipeline" if machine.stages > 1 else "tensor"

@@ -62,14 +62,15 @@ def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
+    """Returns None if the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """The first and the last stage of a pipeline both store the head, and CPU kernels pack a copy of an unquantized
-    head.
+    """Bytes per device. The first and the last stage of a pipeline both store the head, and CPU kernels pack a copy of
+    an unquantized head. `bits`: per number, None if unquantized.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -88,7 +89,9 @@ def kv_element_sizes(dtype: str, kv_cache_dtype: str) -> KVElementSizes:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """Returns the dtypes of the model and of the KV cache that worker/device_plan.py would choose."""
+    """Returns the dtypes of the model and of the KV cache that worker/device_plan.py would choose. "auto" for the KV
+    cache means the model's dtype.
+    """
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

@@ -29,8 +29,8 @@ class _SampleLine(msgspec.Struct):
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Each line of a .jsonl file is a sample, whose beginning is used. Any other text is split into samples. Raises
-    ConfigError.
+    """Returns samples of at most `max_tokens` and MAX_SAMPLE_TOKENS token ids. Each line of a .jsonl file is a sample,
+    whose beginning is used. Any other text is split into samples. Raises ConfigError.
     """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:

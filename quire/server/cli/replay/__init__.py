@@ -104,7 +104,9 @@ def escape_unprintable(text: str) -> str:
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Raises errors of the engine's start, InvalidRequest for unreadable adapters and images, and EngineError."""
+    """Yields one verdict per receipt, in order. Raises errors of the engine's start, InvalidRequest for unreadable
+    adapters and images, and EngineError.
+    """
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -166,7 +168,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
     try:
         with file.open("rb") as lines:
             first = lines.readline()
-            if first.strip() in (b"{", b"["):
+            if first.strip() in (b"{", b"["):  # indented JSON
                 yield first + lines.read()
                 return
             for line in (first, *lines):
@@ -190,7 +192,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Raises ConfigError."""
+    """Uses the receipt's model and settings unless flags set them. Raises ConfigError."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:

@@ -43,7 +43,7 @@ class ArgumentsForm(ABC):
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
-        """Arguments that fit the tool's schema, as the template writes them."""
+        """The expressions match arguments that fit the tool's schema, as the template writes them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,5 +109,6 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
+        """An answer that begins with a match is not text."""
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -52,6 +52,7 @@ class CallFormReader:
         return True
 
     def _read_call(self, head: str, *, outside: bool) -> ParserSteps[bool]:
+        """`outside`: True if the tag that surrounds calls is missing."""
         form = self._form
         if form.json_keys is not None and (yield from self._read_json_call(form.json_keys, head)):
             return True
@@ -79,7 +80,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """An `unwrapped` head may also occur in text."""
+        """An `unwrapped` head may also occur in text, so it counts only if a tool's name and arguments follow it."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source

@@ -26,11 +26,13 @@ class CallFormTexts:
     between: str
     end: str
     allows_many: bool = True
+    """False if the template shows only one call per turn."""
     prompt_head: str = ""
     """The beginning of the first call's head, if the prompt ends with it."""
     turn_end: str = ""
     """Text after the calls, which the model may omit."""
     json_keys: JsonCallKeys | None = None
+    """Set if a call is one JSON object with name and arguments."""
     content_begin: str = ""
     content_end: str = ""
     named_ids: bool = False
@@ -39,8 +41,9 @@ class CallFormTexts:
     """True if the template refuses ids other than nine letters and digits."""
     first_index: int = 0
     unwrapped_heads: tuple[str, ...] = ()
-    """Heads without the surrounding tag, which models sometimes omit."""
+    """Heads without the surrounding tag, which models sometimes omit. They are read only before a tool's name."""
     other_heads: tuple[str, ...] = ()
+    """Parsers read these heads; grammars do not allow them."""
 
     @cached_property
     def opening(self) -> str:

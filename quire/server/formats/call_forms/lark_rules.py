@@ -48,7 +48,7 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """Equal rules share one name."""
+        """Equal rules share one name. `head` contains options such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
@@ -73,8 +73,8 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """Requires the whitespace before the first tag of `end`, because parsers remove only this whitespace from the
-        text.
+        """The expression requires the whitespace before the first tag of `end`, because parsers remove only this
+        whitespace from the text.
         """
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]

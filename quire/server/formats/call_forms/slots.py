@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import takewhile
 
+# Private-use characters.
 NAME_SLOT = "\ue000"
 ID_SLOT = "\ue001"
 INDEX_SLOT = "\ue002"

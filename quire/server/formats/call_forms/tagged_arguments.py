@@ -36,6 +36,7 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
+    """True if strings with markup are written as CDATA sections."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
@@ -157,6 +158,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
+    """Consumes the first of `ends`. Returns False if the answer ends before it."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -198,6 +200,7 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
+    """Returns True if the value may have another type than string."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )

@@ -81,7 +81,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
-    """The turn's end usually ends turns without calls, too."""
+    """Returns the calls' end and the turn's end. The latter usually ends turns without calls, too."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)

@@ -16,6 +16,7 @@ class CallTrial:
         self.num_read = 0
 
     def parse_calls_up_to(self, text: str, count: int) -> int:
+        """Parses at most `count` characters of the unread `text`, and returns how many it parsed."""
         begin = self.num_read
         while not self.has_failed and (piece := PIECE.match(text, self.num_read - begin, count)) is not None:
             self._try_piece(piece[0])

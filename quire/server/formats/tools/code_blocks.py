@@ -16,7 +16,7 @@ _LONGEST_LABEL = 16
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """JSON in example code often has a name but no arguments."""
+    """Requires an object as arguments, because JSON in example code often has a name but no arguments."""
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)

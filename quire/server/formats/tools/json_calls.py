@@ -114,7 +114,7 @@ class BracketScanner:
 
 
 def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[bool]:
-    """Returns False if the text ends early or cannot be repaired."""
+    """Returns False, and leaves the call open, if the text ends early or cannot be repaired."""
     reader = JsonRepairer()
     while True:
         written, count = reader.repair_piece(source.text, closed=source.is_closed)

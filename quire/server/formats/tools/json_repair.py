@@ -36,7 +36,9 @@ class JsonRepairer:
         """Searching `_open_closers` for many stray brackets would be slow."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         self._is_first = True
+        """True if nothing follows the last open bracket or comma yet, so that the object or list may end here."""
         self._pending_comma = ""
+        """The comma and the whitespace after it, which are written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False
@@ -187,6 +189,7 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
+    """Returns None if the text is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

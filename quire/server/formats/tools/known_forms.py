@@ -103,7 +103,7 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""Used by gpt-oss (https://github.com/openai/harmony)."""
+"""Used by gpt-oss (https://github.com/openai/harmony). Its template shows only one of the forms that it writes."""
 
 
 def xml_call_form(outer: str) -> CallForm:

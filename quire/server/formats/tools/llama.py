@@ -49,7 +49,7 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """Calls like [weather(city="Rome"), clock()]."""
+    """Calls like [weather(city="Rome"), clock()]. Without a marker, calls must begin the answer."""
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")

@@ -54,7 +54,7 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-""" "auto" selects the first format that matches."""
+""""auto" selects the first format that matches, so specific formats come before general ones."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:

@@ -12,6 +12,7 @@ Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
 
 MAX_TOOL_NAME_LENGTH = 256
+"""Bounds the characters held back for a name and its surroundings."""
 MAX_SPACE = 1024
 """Longer whitespace is a model's repetition, and would be read again with each piece."""
 
@@ -88,7 +89,7 @@ class TextSource:
     def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
-        """Consumes nothing if it returns None."""
+        """Returns the text before the literal, and the literal. Consumes nothing if it returns None."""
         longest = max(map(len, literals))
         while True:
             match = find_first_literal(self.text[: limit + longest], literals)
@@ -128,6 +129,7 @@ def find_first_literal(text: str, literals: tuple[str, ...]) -> tuple[int, str] 
 
 
 def partial_match_length(text: str, literals: tuple[str, ...]) -> int:
+    """Returns the number of characters at the end that may begin a literal."""
     longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(

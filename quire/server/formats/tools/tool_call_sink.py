@@ -16,7 +16,9 @@ class ToolCallDelta:
 
 
 class ToolCallSink:
-    """Unreadable text goes to the open call's arguments, or to content if no call is open."""
+    """Whitespace around calls is not content. Unreadable text goes to the open call's arguments, or to content if no
+    call is open.
+    """
 
     def __init__(self, new_id: Callable[[int], str], max_calls: int | None = None) -> None:
         self._new_id = new_id

@@ -23,6 +23,7 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
+"""Writes a literal of a Lark grammar: special tokens as tokens, other text as strings."""
 
 
 class ToolFormat(ABC):
@@ -36,6 +37,7 @@ class ToolFormat(ABC):
     bare: ClassVar[str] = ""
     """The first character of an answer that consists of calls without a marker."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
+    """A call, for prompts that describe the format to the model."""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -79,7 +81,9 @@ class ToolFormat(ABC):
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        """If `must` is False, the grammar also allows text before or instead of calls."""
+        """Returns a Lark grammar with the rule `start`. If `must` is False, the grammar also allows text before or
+        instead of calls.
+        """
 
     def derive_call_id(self, name: str) -> str:
         """`name` contains the answer's name and the call's number, so that a repeated answer has the same ids."""

@@ -108,4 +108,5 @@ class OutputPartWriter(AnswerWriter):
         """`piece` may be empty."""
 
     @abstractmethod
-    def part_end_events(self) -> bytes: ...
+    def part_end_events(self) -> bytes:
+        """Returns b"" if no part is open."""

@@ -27,7 +27,9 @@ class LlamaCppFields:
     context_length: int
     samplers: Sequence[str]
     prompt: str | None = None
+    """None if the answer does not repeat the prompt."""
     response_fields: Sequence[str] | None = None
+    """Paths of the fields to return. None returns all."""
     return_tokens: bool = False
 
 

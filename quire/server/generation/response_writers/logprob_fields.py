@@ -44,7 +44,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """As in vLLM, keyed by token id."""
+    """As in vLLM, the dicts are keyed by token id, and the first token has None."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

@@ -20,6 +20,7 @@ from quire.server.generation.response_writers.messages import parse_tool_argumen
 from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
+"""The text's field: "message" for /api/chat, "response" for /api/generate."""
 
 
 class OllamaWriter(OutputPartWriter):

@@ -23,7 +23,9 @@ CallerFields = dict[str, str]
 """Maps the chat's field paths to the caller's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
-"""Key for the caller's field in turns and parts, until `merge_user_turns` removes it."""
+"""Key for the caller's field in turns and parts, until `merge_user_turns` removes it. Fields of the API have no such
+name.
+"""
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class CachedResponse:
 
 @dataclass(frozen=True, slots=True)
 class WebSocketHistory:
+    """What the next request on a WebSocket may continue without the store."""
+
     previous: CachedResponse | None
 
     @property
@@ -83,7 +85,7 @@ class WebSocketHistory:
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """Oldest first."""
+    """Returns the items of the response and all earlier responses, oldest first."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0

@@ -19,6 +19,7 @@ REPOSITORY_NAME = "myproject\n"
 """Same text as in llama.cpp, like the next two constants."""
 OPEN_FILE_NAME = "filename\n"
 CHUNK_HEADING = "\n\n--- snippet ---\n\n"
+"""Used for tokenizers without a file separator."""
 WINDOW_TOKENS = 2048
 """Tokens around the cursor, as many as llama.cpp's batch: up to 3/4 before it, up to 1/4 after it."""
 MAX_TOKEN_CHARACTERS = 32
@@ -59,7 +60,9 @@ def infill_end_token_ids(model: ServedModel) -> list[int]:
 
 
 def _build_extra_ids(tokenizer: Tokenizer, chunks: Sequence[InfillChunk], limit: int) -> list[int]:
-    """The limit does not depend on the open file, so edits of that file leave this prefix cached."""
+    """Returns at most the last `limit` tokens. The limit does not depend on the open file, so edits of that file leave
+    this prefix cached.
+    """
     repository = _find_token(tokenizer, REPOSITORY_TOKENS)
     separator = _find_token(tokenizer, FILE_SEPARATOR_TOKENS)
     pieces = [] if separator is None else [[separator, *_encode_source(tokenizer, OPEN_FILE_NAME)]]
@@ -87,7 +90,7 @@ def _find_token(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
 
 
 def _encode_source(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Special tokens in source code are plain text."""
+    """Special tokens in source code are plain text. No space is added at the start."""
     return _remove_guard(
         tokenizer, encode_with_literal_texts(tokenizer, _guard(tokenizer) + text, [text], add_special_tokens=False)
     )

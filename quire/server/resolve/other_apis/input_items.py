@@ -29,8 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """Merges consecutive user or system messages, and an assistant's reasoning, text and calls before its tools'
-    answers.
+    """`num_earlier`: number of items before the request's own. Merges consecutive user or system messages, and an
+    assistant's reasoning, text and calls before its tools' answers.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}

@@ -191,7 +191,9 @@ def load_items(
     owner: str,
     history: WebSocketHistory | None = None,
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Raises NeedsWorker before it reads the store, because there may be many items."""
+    """Returns earlier items and the request's own. Raises NeedsWorker before it reads the store, because there may be
+    many items.
+    """
     folder = config.data_dir
     previous = body.previous_response_id
     cached_response = None if history is None else history.previous

@@ -100,15 +100,19 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
+        """Raises HTTPException if the form is too large or there is no room for it."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
+        """Raises HTTPException if there is no room."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # the length was not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """Reserves the largest of `sizes` that fits; the first one is the smallest."""
+        """Reserves the largest of `sizes` that fits; the first one is the smallest. Raises HTTPException if not even
+        this fits.
+        """
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -132,7 +136,7 @@ def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: Bina
         runner.files.add(owner, file)
         is_kept = True
     except StoreUnreachable:
-        is_kept = True
+        is_kept = True  # the process that owns the data may have added the file
         raise
     finally:
         if not is_kept:
