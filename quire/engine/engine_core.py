@@ -110,16 +110,18 @@ class EngineCore:
         self.scheduler.kv_cache_manager.publish_events()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest for encoders and pipeline stages, which take no calls."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
-        self._heartbeat.begin_step([])
+        self._heartbeat.begin_step([])  # a hang in the call is detected like a hang in a step
         results = self._collective_rpc(content)
         self._heartbeat.end_step()
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError and InvalidRequest."""
+        """Runs a separate forward pass. Raises EngineError if several processes compute the model, InvalidRequest for
+        invalid token ids.
+        """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by a single process, and this model is divided among several")
         forward = ForwardPass(self.executor.model, self.info.block_size)

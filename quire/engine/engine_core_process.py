@@ -134,7 +134,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
                 is_idle = False
                 for request_id in ids:
                     engine.abort_request(request_id)
-            case UtilityCall() as call:
+            case UtilityCall() as call:  # a utility call does not end the idle state
                 if (change := _run_call_or_get_change(engine, socket, call)) is not None:
                     return change
     return None

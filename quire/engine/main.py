@@ -31,6 +31,8 @@ def block_fault_signals() -> None:
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
+    """Start a thread that reports a fault signal's sender to the parent, and then lets the signal end the process."""
+
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
         # si_code is above 0 if the kernel sent the signal, and at most 0 if a process did (man 2 sigaction).

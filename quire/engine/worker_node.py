@@ -87,6 +87,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
+        """Restart the rank's process until stopped, or until a rank cannot join. Then stop the other ranks, too."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -119,6 +120,9 @@ class WorkerNode:
                 end_processes([child], 0.0)
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
+        """Wait for an assignment. Returns None if stopped or if the process ended. Raises ConfigError if machine 0
+        refuses for good, or if before the first join it does not answer in time or the process ends.
+        """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
         deadline, has_printed = clock.monotonic() + self._config.nodes_timeout, False
@@ -146,6 +150,9 @@ class WorkerNode:
         return None
 
     def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
+        """Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, ConfigError if it refuses for
+        good.
+        """
         config = self._config
         address = config.master_addr, config.master_port
         with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait longer
@@ -170,6 +177,7 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
+        """Return when the process has ended, the node stops or machine 0 is gone. Kill a process that stays stopped."""
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
@@ -189,7 +197,7 @@ class NodeHeartbeat:
     """A thread that tells machine 0 that this machine is alive, and finally how the rank ended."""
 
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """Raises ConnectionError."""
+        """Machine 0 counts this machine as gone after `silence` without a message. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False

@@ -25,6 +25,7 @@ class AttentionLayerSpec(SublayerSpec):
     """Keys that a query sees, including its own; None for all."""
     chunked: bool = False
     softcap: float | None = None
+    """A score s becomes c * tanh(s / c)."""
     sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -42,6 +43,7 @@ class AttentionLayerSpec(SublayerSpec):
     mrope_axes: tuple[int, ...] | None = None
     output_scale: float = 1.0
     input_size: int | None = None
+    """If None, it is the hidden size."""
     v_norm: bool = False
     keys_are_values: bool = False
     lookahead: int | None = 0
@@ -49,6 +51,7 @@ class AttentionLayerSpec(SublayerSpec):
     uses_bidirectional_spans: bool = True
     """In steps with bidirectional_spans, image tokens see each other."""
     kv_source_layer: int | None = None
+    """Layer whose keys and values are read; None for its own."""
 
     @property
     def kv_cache_spec(self) -> AttentionSpec | SharedKVSpec:
@@ -62,7 +65,7 @@ class AttentionLayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """Formula of the values cached per token, for users."""
+        """Formula of the values cached per token, for users; "" if none."""
         return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

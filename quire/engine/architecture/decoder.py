@@ -54,8 +54,11 @@ class DecoderSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    """A logit l becomes c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) of the linears that LoRA may change in a transformers class."""
+    """(in, out) of the linears that LoRA may change in a transformers class. If None, see
+    engine/lora/target_modules.py.
+    """
 
     def parameter_shapes(self) -> ParameterShapes:
         """Excludes a tied head."""

@@ -48,6 +48,7 @@ class EagleSpec:
     aux_layers: tuple[int, ...] = ()
     """Decoder layers whose inputs EAGLE-3 reads."""
     norm_before_residual: bool = False
+    """Only EAGLE-3 sets this."""
     draft_vocab_size: int | None = None
     """Size of EAGLE-3's draft vocabulary. If None, the decoder's head is used."""
     has_token_map: bool = False

@@ -31,7 +31,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """Gate and up, one fused tensor, or `up` alone if the MLP has no gate."""
+    """Names of gate and up, of one tensor with both, or of `up` alone if the MLP has no gate."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -54,13 +54,14 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
+    """Per layer; None for NoPE."""
     windows: tuple[int | None, ...]
-    """Keys that a query sees on each side; None for all."""
+    """Per layer: keys that a query sees on each side; None for all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
     """Called with the hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """0 without a position table."""
+    """Rows of the position table; 0 without one."""
     first_position: int = 0
     """Row of the position table for a prompt's first token."""
     segments: int = 0
@@ -71,12 +72,14 @@ class EncoderSpec:
     """`qkv_bias` and `up_bias` have an effect only with `bias`."""
     norm_bias: bool = True
     gated: bool = False
+    """The MLP is gated (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate's rows follow those of `up`."""
     pre_norm: bool = False
     """The first attention has a norm only if has_first_layer_norm."""
     has_first_layer_norm: bool = False
     has_rms_norms: bool = False
+    """Norms are RMSNorm (Zhang and Sennrich, 2019), not LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer: index of its attention metadata. If empty, 0 for all."""
     causal: bool = False
@@ -91,6 +94,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
+        """In tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

@@ -42,6 +42,7 @@ class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    """These elements of a head are rotated, unless `rope` is None."""
     qk_nope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None
@@ -54,7 +55,7 @@ class MLALayerSpec(SublayerSpec):
     bias: bool = False
     """Applies to o_proj and the linears that make latents."""
     indexer: IndexerSpec | None = None
-    """An indexer needs `q_lora_rank`."""
+    """If None, a query attends to all earlier tokens. An indexer needs `q_lora_rank`."""
 
     @property
     def head_dim(self) -> int:

@@ -45,10 +45,12 @@ class MoELayerSpec(SublayerSpec):
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
+    """If None, experts use the hidden size."""
     input_norm: bool = True
     output_norm: bool = False
     router_bias: bool = False
     float_router: bool = False
+    """Router weights are always float32."""
     correction: str | None = None
     """Name of a bias that affects only the choice of experts."""
     correction_row: bool = False
@@ -62,9 +64,11 @@ class MoELayerSpec(SublayerSpec):
     """Experts read the previous sublayer's input, and both sublayers' outputs are added."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     gelu: bool = False
-    """Gates use GELU with tanh, otherwise SiLU."""
+    """If True, gates use GELU with tanh, otherwise SiLU."""
     router_scale: str | None = None
-    """Scales the router's input after a norm without weights and multiplication by hidden_size^-0.5."""
+    """Name of a tensor that scales the router's input after a norm without weights and multiplication by
+    hidden_size^-0.5.
+    """
     expert_scales: str | None = None
     is_expert_parallel: bool = False
     """If False, ranks divide each expert's linears."""

@@ -54,6 +54,7 @@ class DeltaNetSpec(MatrixStateSpec):
     """`num_heads` counts value heads. The output norm has no weight offset."""
 
     num_key_heads: int
+    """Each key head serves equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -138,6 +139,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     num_groups: int
     result_eps: float
     bias: bool = False
+    """in_proj has biases. For others see out_bias and conv_bias."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
@@ -149,7 +151,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     joins_input_only: bool = False
     """The previous sublayer's output is added to this sublayer's input only, not to the stream."""
     parent_module: str = ""
-    """Checkpoint module in the layer; "" for the layer itself."""
+    """Checkpoint module in the layer that contains this sublayer; "" for the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -220,6 +222,7 @@ class ShortConvSpec(SublayerSpec):
     conv_width: int
     norm: NormSpec
     bias: bool = False
+    """Both linears and the convolution have biases."""
     output_norm: bool = False
 
     @property

@@ -59,7 +59,7 @@ def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
 
 
 def yarn_softmax_scale_factor(rope: dict[str, Any]) -> float:
-    """DeepSeek's mscale, squared."""
+    """DeepSeek's mscale, squared; 1 without mscale_all_dim."""
     weight = rope.get("mscale_all_dim")
     return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2
 

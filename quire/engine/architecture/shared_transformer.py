@@ -30,9 +30,11 @@ class SharedTransformerSpec(SublayerSpec):
     activation: Activation
     norm: NormSpec
     weights_layer: int
+    """Layer under whose name a checkpoint stores the shared weights."""
     use_index: int
     adapter_rank: int
     adapts_attention: bool
+    """Not only the MLP but also Q, K and V have low-rank linears."""
 
     @property
     def kv_cache_spec(self) -> AttentionSpec:

@@ -33,6 +33,7 @@ class LayerScalarSpec(SublayerSpec):
 class PerLayerInputsSpec:
     vocab_size: int
     size_per_layer: int
+    """Elements per token and layer."""
     num_layers: int
     norm: NormSpec
     image_token_id: int

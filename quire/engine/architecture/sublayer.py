@@ -53,13 +53,16 @@ class SublayerSpec:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec | None:
+        """What the sublayer stores per sequence; None if nothing."""
         return None
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """`layer` is the layer's name in the checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
 
     @property
     def attention_width(self) -> int:
+        """Query heads times head size; 0 without attention."""
         return 0
 
     def step_costs(self, layer: str, hidden_size: int) -> StepCosts:

@@ -142,7 +142,7 @@ def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """Without a named dtype, quantized checkpoints are bfloat16, as gpt-oss is."""
+    """Without a named dtype, quantized checkpoints are bfloat16, as gpt-oss is, and others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")

@@ -59,7 +59,7 @@ def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
 
 
 def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
-    """Raises ModelError."""
+    """Return None if no encoder family describes the model. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_encoder_family(text_fields.get("model_type")) is None:
         return None
@@ -68,7 +68,7 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """Raises ModelError."""
+    """Return None if no decoder family describes the model. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")

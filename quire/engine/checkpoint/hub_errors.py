@@ -21,6 +21,7 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
+    """Raises ModelError for errors of the hub's client."""
     # HTTPError is the HTTP library's base class, also of connection errors.
     from huggingface_hub.errors import HTTPError
 

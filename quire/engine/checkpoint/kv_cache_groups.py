@@ -28,6 +28,7 @@ _MAX_GROUPS = 8
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
+    """Per group: tokens that a token sees, itself included; None for all."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
 

@@ -24,6 +24,7 @@ MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs other memory too."""
 _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
+"""The setting state_memory overrides it."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
@@ -154,11 +155,12 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
+    """In bytes."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """`utilization` is the share of `total` that may be used in the end, including by other programs."""
+    """Returns bytes. `utilization` is the share of `total` that may be used in the end, including by other programs."""
     return max(int(free - total * (1 - utilization)), 0)
 
 

@@ -17,7 +17,7 @@ PARTIAL_PREFIX = ".new-"
 
 
 def open_kv_dir(folder: str) -> Path:
-    """Raises ConfigError unless the folder is private and writable."""
+    """Creates the folder if needed. Raises ConfigError unless it is private and writable."""
     root = Path(folder).absolute() / KV_DIR_NAME
     try:
         root.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ class CatalogEntry:
     hub_name: HubName
     licence: str
     gigabytes: float | None
-    """Size of the GGUF file in 10^9 bytes."""
+    """Size of the GGUF file in 10^9 bytes; None for safetensors."""
     config: Mapping[str, Any]
 
 

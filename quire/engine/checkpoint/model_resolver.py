@@ -126,7 +126,7 @@ def _local_path(name: str) -> Path:
 
 
 def resolve_hub_name(name: str) -> HubName:
-    """Raises ModelError."""
+    """Accepts short names and hub ids. Raises ModelError."""
     catalog = {} if "/" in name else load_catalog()
     if name.lower() in catalog:
         return catalog[name.lower()].hub_name

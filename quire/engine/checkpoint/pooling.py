@@ -109,7 +109,7 @@ class PoolingConfig:
     classifier_tokens: tuple[str, str] | None = None
     """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """Longest text in training, in tokens."""
+    """Longest text in training, in tokens; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
 
@@ -121,7 +121,9 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """By default decoders pool the last token, encoders the mean of all. Raises ModelError naming file and field."""
+    """`pooling_type` overrides the files unless it is "auto". By default decoders pool the last token, encoders the
+    mean of all. Raises ModelError naming file and field.
+    """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder:
         quantization = config.raw.get("quantization_config") or {}

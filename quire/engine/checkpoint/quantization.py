@@ -129,7 +129,7 @@ class WeightFormatRules:
 
     @property
     def mean_stored_bits(self) -> float:
-        """Assumes linears of equal size."""
+        """Per quantized weight; 0 without any. Assumes linears of equal size."""
         counts = [1 if targets is None else len(targets) for targets, _ in self.format_groups]
         bits = sum(count * each.stored_bits for count, (_, each) in zip(counts, self.format_groups, strict=True))
         return bits / max(sum(counts), 1)

@@ -245,7 +245,7 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """The safetensors library refuses them too."""
+    """The safetensors library refuses overlapping tensors, too."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

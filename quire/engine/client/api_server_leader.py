@@ -53,7 +53,7 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 _LONG_ANSWER_SECONDS = 10.0
 _REMEMBER_SECONDS = 5.0
-"""The LASTING counts would be lost when an API process ends."""
+"""Interval at which the leader asks for the LASTING counts, which would be lost when an API process ends."""
 
 
 class ApiServerLeader:
@@ -70,11 +70,12 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
+        """Keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         self._lasting: dict[int, bytes] = {}
-        """Keyed by the API process's number."""
+        """The last answer to LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         self.changed = asyncio.Event()
@@ -188,7 +189,8 @@ class ApiServerLeader:
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
-    def end_request(self, request_id: str, reason: str) -> None: ...
+    def end_request(self, request_id: str, reason: str) -> None:
+        """API processes record their own requests."""
 
     def _tell(self, message: FromLeader) -> None:
         stats = self._stats()

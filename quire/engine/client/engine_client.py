@@ -60,6 +60,7 @@ class EngineClient:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
+        """Number of answers aborted because nobody read their tokens in time."""
         self.refusing = False
         self.failure: QuireError | None = None
         """The error that new requests raise."""
@@ -72,10 +73,13 @@ class EngineClient:
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
+        """Number of open requests in other API processes, by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
+        """Callbacks that run at the end of this iteration of the event loop."""
         self._held: dict[str, EngineCoreRequest] | None = None
+        """Requests not yet sent to the engine, between `hold` and `release`; None at other times."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._persist_tokens: PersistTokens = _nowhere
         self._rows: list[int] = []
@@ -124,8 +128,8 @@ class EngineClient:
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submits requests of one tenant, with new ids. `emitted` has each request's tokens so far, and new tokens are
-        appended to its lists. Raises `failure` if it is set.
+        """Submits requests of one tenant, with new ids. If `requests` is empty, the stream ends at once. `emitted` has
+        each request's tokens so far, and new tokens are appended to its lists. Raises `failure` if it is set.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -166,6 +170,7 @@ class EngineClient:
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
+        """Until `end_call`, `cancel` finds the call even while it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -174,6 +179,7 @@ class EngineClient:
         self._calls.discard(call)
 
     def age(self, request_id: str) -> float:
+        """In seconds; 0 if the request is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
@@ -192,8 +198,8 @@ class EngineClient:
     # Methods for callers other than readers
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """Ends a request, or all requests of a call. Returns how many requests ended or, if none was open, how many
-        calls matched.
+        """Ends a request, or all requests of a call; the reader gets finish_reason "abort". If `tenant` is None, any
+        tenant matches. Returns how many requests ended or, if none was open, how many calls matched.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
@@ -210,10 +216,12 @@ class EngineClient:
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
+        """Readers get the pending outputs, then `error`."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
+        """Later requests raise `error`, too."""
         self.end_all(error)
         self.failure = self.failure or error
 
@@ -308,10 +316,12 @@ class EngineClient:
         """Does nothing: a single engine's client itself queues requests that the engine cannot accept yet."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
+        """Ends all requests of this request's call. The reader gets the pending outputs, then `error`."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
     def fail(self, error: EngineError, engine: int = 0) -> None:
+        """The engine is gone for good."""
         if self.failure is None:
             self.failure = error
             self.recorder.record_engine_death(for_good=True)

@@ -106,7 +106,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """None if the engine does not have the request or ends first."""
+        """None if the engine does not have the request or ends first. The engine must be responsive."""
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -115,7 +115,8 @@ class EngineCoreClient(ABC):
         """
 
     @abstractmethod
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self) -> None:
+        """Requests submitted from now on find no earlier prefix."""
 
     @property
     @abstractmethod
@@ -129,11 +130,12 @@ class EngineCoreClient(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first engine."""
+        """Process id of the first engine; None if there are no processes."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
+        """Indexed by the engine's number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 

@@ -39,10 +39,13 @@ _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
+"""Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
+"""After this time without a heartbeat or progress, RunnableClock inspects the engine's threads."""
 
 
-class KilledDuringStart(EngineError): ...
+class KilledDuringStart(EngineError):
+    """The process was killed from outside."""
 
 
 class EngineProcess:
@@ -62,9 +65,14 @@ class EngineProcess:
         self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
+        """False while the process builds an engine or changes its weights, because its threads may be unable to run
+        then.
+        """
         self._rebuild: int | None = START
+        """Id of the last call to a method of _REBUILDS; START before the first."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
+        """Why this process killed the engine; None if it did not."""
         self._fault_signal_sender: int | None = None
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
@@ -94,6 +102,7 @@ class EngineProcess:
         self._heartbeat_clock = self._progress_clock = 0.0
         """Values of `_clock` at the last heartbeat, and at the last heartbeat that showed progress."""
         self._stuck_ms = 0
+        """Time since the current step last made progress, as the last heartbeat reported."""
 
     @property
     def pid(self) -> int:
@@ -251,6 +260,7 @@ class Launcher:
 
 
 def engine_json(config: EngineConfig) -> str:
+    """Leaves out the server's settings."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 

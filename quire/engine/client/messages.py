@@ -37,6 +37,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
+    """None if the step is not recorded."""
 
 
 class SharedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +72,7 @@ class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     refusing: bool
     weights_version: str
     weights_path: str | None
+    """See EngineCoreClient.weights_paths."""
     deaths: int
     replays: int
     quarantined: int
@@ -84,23 +86,27 @@ class EngineCoreMethods(ABC):
     def take_snapshot(self) -> EngineView: ...
 
     @abstractmethod
-    def get_block_table(self, request_id: str) -> BlockTableView | None: ...
+    def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """None if the id is unknown."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    def run_collective_rpc(self, content: bytes) -> list[bytes]: ...
+    def run_collective_rpc(self, content: bytes) -> list[bytes]:
+        """See engine/common/executor.py. Raises InvalidRequest if calls are unsupported."""
 
     @abstractmethod
-    def check_weights(self, config: str) -> None: ...
+    def check_weights(self, config: str) -> None:
+        """Raise a QuireError if `load_weights` would not find weights of the model's shapes."""
 
     @abstractmethod
     def load_weights(self, config: str) -> EngineStarted:
-        """If this raises a QuireError, nothing has changed."""
+        """Rebuilds the engine without its requests. If this raises a QuireError, nothing has changed."""
 
     @abstractmethod
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Release the weights, the KV cache and the requests."""
 
 
 class LeaderMethods(WeightChanges):
@@ -119,10 +125,12 @@ class LeaderMethods(WeightChanges):
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
-    async def take_snapshot(self) -> EngineView | None: ...
+    async def take_snapshot(self) -> EngineView | None:
+        """None if no engine answers."""
 
     @abstractmethod
-    async def get_block_table(self, request_id: str) -> BlockTableView | None: ...
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """None if no responsive engine has the request."""
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:

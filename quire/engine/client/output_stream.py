@@ -89,7 +89,8 @@ class OutputSource(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Abort all running requests."""
 
 
 class WrappedOutputs(OutputSource):
@@ -152,7 +153,8 @@ class Reader(Protocol):
         SlowReader if the call shall be given up.
         """
 
-    def fail(self, error: QuireError) -> None: ...
+    def fail(self, error: QuireError) -> None:
+        """All requests of the call have ended with this error."""
 
 
 class OutputStream(OutputSource):
@@ -164,6 +166,7 @@ class OutputStream(OutputSource):
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
+        """`abort` takes the id of a request that nobody reads, and a reason."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
@@ -176,6 +179,7 @@ class OutputStream(OutputSource):
         self._waiting_reader: asyncio.Future[None] | None = None
         """A future is cheaper than asyncio.Event."""
         self._due = False
+        """True if `_hand_on` will run at the end of this event-loop iteration."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Called with a request's last output before the reader gets it. The second argument is True if the reader will
@@ -247,6 +251,7 @@ class OutputStream(OutputSource):
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
+        """The reader gets `error` after the pending outputs."""
         self._open.clear()
         self._error = error
         self._wake()

@@ -54,6 +54,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self._replay = Replay()
         self._earlier_stats: EngineStats | None = None
+        """Counters of ended engines; None until one has ended."""
         self._exit: asyncio.Task[ExitCause] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
@@ -131,6 +132,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
+        """Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -407,7 +409,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self.deaths += 1
         if not cause.external and not self.changing and self._replay.idle:
-            self._failures += 1
+            self._failures += 1  # a crash while idle counts as a failed start
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests continue on a new one", cause.description, len(self._replay))
@@ -415,6 +417,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
+        """If `external`, the cause was outside the engine, so no request becomes a suspect."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)

@@ -21,6 +21,7 @@ class ApiProcessChannel:
         self.welcomed = False
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
+        """Text that the process sends once it listens."""
         self.fault: Fault | None = None
         self.silence = 0.0
         """Seconds since the process's last message, not counting time in which the leader could not receive."""

@@ -18,19 +18,21 @@ TOKENS_TO_CLEAR = 4
 decoding.
 """
 MAX_LONE_CRASHES = 2
+"""A request is given up after ending this many engines in which it was alone."""
 
 
 class Replay:
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
-        """In order of submission."""
+        """Ordinary requests that the engine does not have, in order of submission."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have."""
+        """Groups of suspects that the engine does not have. Each runs without other requests, before `_waiting`."""
         self._submitted: dict[str, int] = {}
         """Requests that the engine has, with the number of tokens received, up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
+        """Requests that this engine has begun to compute."""
         self._isolated: set[str] = set()
-        """Uncleared suspects that the engine has."""
+        """Uncleared suspects that the engine has. Nothing else is submitted meanwhile."""
         self._lone_crashes: dict[str, int] = {}
         """Number of successive engines that each request ended while it was alone."""
 
@@ -45,6 +47,7 @@ class Replay:
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
+        """The engine is about to compute these requests for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
@@ -84,6 +87,7 @@ class Replay:
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
+        """Another engine may get these requests."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 

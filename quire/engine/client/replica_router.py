@@ -14,6 +14,7 @@ PIECE = 16
 MOST_PIECES = 2**16
 """Pieces (of PIECE tokens) remembered for each replica: a million tokens in about 10 MB."""
 MOST_AHEAD = 32
+"""A replica whose open requests exceed those of the least busy replica by more than this gets no request."""
 
 
 def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
@@ -32,9 +33,12 @@ class Router:
 
     def __init__(self, count: int, most_pieces: int = MOST_PIECES) -> None:
         self.open = [0] * count
+        """Number of open requests, indexed by replica."""
         self._most = most_pieces
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
-        """Least recently used first. A piece is present only with all earlier pieces of its prompt."""
+        """Hashes of the pieces that each replica should have cached, least recently used first. A piece is present only
+        with all earlier pieces of its prompt.
+        """
 
     def place(self, pieces: Sequence[bytes], among: Iterable[int]) -> int:
         """The replica with the longest cached prefix is chosen, unless it has more open requests than the least loaded
@@ -55,6 +59,7 @@ class Router:
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
+        """The replica's cache is empty now. Its open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:

@@ -19,6 +19,7 @@ def replica_cores(count: int) -> Sequence[Set[int]]:
 
 
 def replica_environments(config: EngineConfig, gpus: VisibleGPUs | None) -> list[Mapping[str, str]]:
+    """Raises ConfigError if there are too few GPUs."""
     if gpus is None:
         return [{}] * config.data_parallel_size
     parts = divide_gpus(gpus, config.data_parallel_size, config.world_size)
@@ -45,6 +46,9 @@ def replica_config(
     *,
     on_gpus: bool = False,
 ) -> EngineConfig:
+    """The replica gets an even share of host memory, disk and threads, and a folder of its own in --kv-offload-dir.
+    `root`: see cpu_quota.
+    """
     count, update = config.data_parallel_size, dict[str, object]()
     if on_gpus and config.device == "auto":
         update["device"] = "cuda"

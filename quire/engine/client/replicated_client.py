@@ -1,5 +1,5 @@
 """Several engines of one model behind one client. When an engine ends, its requests continue on another; while all
-sleep or restart, requests wait.
+sleep or restart, requests wait. A replica that cannot restart is left out. The client fails when the last one does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReplicatedClient(ExclusiveClient):
     owner: EngineClient
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None, gpus: VisibleGPUs | None = None) -> None:
-        """If `gpus` is None, replicas use the CPU."""
+        """If `gpus` is None, replicas use the CPU. Raises ConfigError if there are too few GPUs."""
         super().__init__()
         count = config.data_parallel_size
         environments = replica_environments(config, gpus)
@@ -200,6 +200,7 @@ class ReplicatedClient(ExclusiveClient):
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
+        """Suspects stay."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)

@@ -19,8 +19,10 @@ change; and waiting for the delivery of the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
+"""A request's later steps are counted but not stored."""
 MAX_TOTAL_STEPS = 100_000
-"""Limit of stored steps, of at most about 500 bytes each."""
+"""Limit of stored steps, of at most about 500 bytes each. Beyond it, the oldest ended requests keep only their phases.
+"""
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
@@ -30,6 +32,7 @@ class StepEntry(msgspec.Struct, frozen=True, gc=False):
     request_ids: tuple[str, ...]
     replica: int = 0
     is_counted: bool = True
+    """False if another API process counts the step in its metrics."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class Timeline:
     """Indexed as DRAFT_SOURCES; empty before the first draft."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    """0 before the first token."""
     ended_at: float | None = None
     finish_reason: str | None = None
 

@@ -75,6 +75,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.on_version: list[Callable[[str], None]] = []
         self._last_version = self.weights_version
         self.inherited: bytes | None = None
+        """The last answer to LASTING (messages.py) of the process that this one replaces, if any."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
         """Called when a bug prevents this process from following the leader."""
         self.identity = identity
@@ -134,6 +135,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
+        """See Weights.sleep. The leader runs the changes that API processes request one after another."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:

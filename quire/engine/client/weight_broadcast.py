@@ -152,6 +152,7 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Raises InvalidRequest with the receiver's error, EngineError if it ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS

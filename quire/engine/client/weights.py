@@ -58,9 +58,10 @@ class Weights:
         self._used = {self._engine_core.weights_version}
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Releases weights and KV cache until `wake_up` or `update`. With `level` 1 the engine's process stays and
-        wakes soon; with 2 it ends, which frees all memory. With `refuse`, new requests fail instead of waiting. Raises
-        InvalidRequest, EngineError if the engine is gone, and Overloaded while it is being replaced.
+        """Releases weights and KV cache until `wake_up` or `update`. If the engine is asleep already, only sets
+        `refuse`. With `level` 1 the engine's process stays and wakes soon; with 2 it ends, which frees all memory. With
+        `refuse`, new requests fail instead of waiting. Raises InvalidRequest, EngineError if the engine is gone, and
+        Overloaded while it is being replaced.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -103,7 +104,7 @@ class Weights:
         path: str | None = None,
     ) -> str:
         """Works like `update`, but loads the weights with `load`, which gets their version. `check` may refuse the
-        weights before requests are affected.
+        weights before requests are affected. `path`: the weights' files, if any.
         """
         check_mode(mode)
 

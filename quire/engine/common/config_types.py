@@ -113,7 +113,9 @@ class SpeculativeConfig(BaseModel):
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of draft heads."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
+    """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
+    """Minimum number of tokens that must match."""
     lookup: LookupMethod | None = None
     """Continues the drafts of a model or heads, or drafts alone where its tokens are accepted as often."""
     num_lookup_tokens: int | None = Field(None, ge=1, le=32)

@@ -117,6 +117,7 @@ def may_succeed_later(error: Exception) -> bool:
 
 
 def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
+    """Raise ConfigError with the first truthy reason, if any."""
     for why in reasons:
         if why:
             raise ConfigError(f"{param}: {why}", param=param)

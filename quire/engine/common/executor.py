@@ -24,13 +24,16 @@ class PendingOutput(Protocol):
 
 
 class AdapterLoader(Protocol):
+    """Loads LoRA adapters into slots in the background."""
+
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
         """Return the slots whose load has ended since the last call, each with None or an error message."""
 
-    def wait_for_any_load(self, seconds: float) -> None: ...
+    def wait_for_any_load(self, seconds: float) -> None:
+        """Return when any load has ended, or after `seconds`."""
 
 
 class BlockMover(Protocol):
@@ -76,7 +79,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """Raises EngineError if a rank failed."""
+    """Return the ranks' results in rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))

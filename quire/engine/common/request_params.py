@@ -215,6 +215,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token sequences at which DRY stops matching: only repetitions that contain none of them are penalized."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all tokens."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     max_tokens: Annotated[
         int | None,

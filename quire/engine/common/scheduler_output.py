@@ -23,6 +23,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """0 means the base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
+    """All images of `spans`, each one once."""
     cache_salt: str = ""
     """Only requests with the same salt share encoder outputs."""
 
@@ -150,9 +151,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: dict[str, list[int]]
     """For each sampling request, one token and one more per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
+    """One for each token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For each prompt token of the chunk, the log probability of the token after it."""
     errors: dict[str, RequestFailure] = {}
+    """These requests end."""
     vectors: dict[str, bytes] = {}
     """Vectors of pooling requests, float32, little-endian. These requests end."""
     used_cuda_graph: bool = False

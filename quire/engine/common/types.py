@@ -150,6 +150,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    """One for each new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One for each prompt token, None for the first. All are in one output."""
     finish_reason: FinishReason | None = None

@@ -30,8 +30,11 @@ FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
+    """Empty if no token is worth a try."""
+
     token_ids: list[int]
     kinds: Sequence[int] = ()
+    """One for each token. If empty, they derive from `probabilities`, or are KIND_DEFAULT if that is empty, too."""
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -79,7 +82,7 @@ class Drafter(ABC):
         ...
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
-        ...
+        """Called when a request that may have had drafts has finished."""
 
 
 class TokenwiseDrafter(ABC):

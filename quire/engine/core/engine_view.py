@@ -46,6 +46,7 @@ def take_engine_view(
 
 
 def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
+    """The table is empty while the request waits; None if the request is unknown."""
     request = scheduler.find_request(request_id)
     if request is None:
         return None

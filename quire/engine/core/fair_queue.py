@@ -61,8 +61,10 @@ class FairQueue:
         self._queues: dict[tuple[int, str], list[Request]] = {}
         """Requests in sort-key order, by (priority, tenant)."""
         self._last_served = 0.0
+        """A tenant's counter starts at this value if no other tenant waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
+        """With `whole_prompts`, prompts cannot be split, so the step gets all `tokens`."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -134,6 +136,7 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
+        """0 if the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 

@@ -36,7 +36,8 @@ class KVOffloader(ABC):
         """
 
     @abstractmethod
-    def take_loaded_requests(self) -> Sequence[Request]: ...
+    def take_loaded_requests(self) -> Sequence[Request]:
+        """Return the requests that need not wait any longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:

@@ -57,6 +57,7 @@ class Request:
         self.sort_key = (0.0, arrival)
         self.priority_key = (engine_request.priority, *self.sort_key)
         self.max_output_tokens = limit
+        """0 for pooling requests."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING

@@ -37,6 +37,7 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
+        """A request that may have drafts is never scheduled before the results of its last step are applied."""
         self._config = config
         self._max_chunk_tokens = config.max_chunk_tokens
         self._counts = LiveCounters()
@@ -269,6 +270,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
+        """Preempts no other requests."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -381,6 +383,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
+        """The prompt tokens from `start` on that are now computed are counted each time, but charged only once."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(

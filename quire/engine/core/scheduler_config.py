@@ -16,6 +16,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
     long_prefill_token_threshold: int | None = None
+    """Per request and step; None if unlimited."""
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     hash_block_size: int | None = None

@@ -69,6 +69,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     load_seconds: float = 0.0
     pages_lost: int = 0
     prefix_unit: int = 0
+    """Cached prefixes have a multiple of this number of tokens; 0 if the cache is off."""
     kept_blocks: int = 0
     cache_tokens: int = 0
     experts_read: int = 0
@@ -161,6 +162,7 @@ class RequestView(msgspec.Struct, frozen=True):
 class BlockTableView(msgspec.Struct, frozen=True):
     block_size: int
     num_groups: int
+    """Number of KV cache groups, which the table interleaves."""
     computed_tokens: int
     num_blocks: int
     block_ids: list[int]
@@ -197,6 +199,7 @@ class EngineView(msgspec.Struct, frozen=True):
     """0 if unknown."""
     seconds: float
     memory: list[MemoryView] = []
+    """One for each engine; empty if unknown."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -232,6 +235,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
+    """`times`: time.monotonic() when the step began, was scheduled, was computed and was applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)

@@ -36,6 +36,7 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
+        """None if the last run_step() applied no step."""
 
     @property
     def has_work(self) -> bool:

@@ -141,7 +141,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; segments default to 0."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -156,10 +156,11 @@ class Encoder:
         *,
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`.
+        """Yield costs that sum to `chunk_cost` of the tokens. Return the output and the states after `aux_layers`
+        (ascending).
 
         `lengths` has, per metadata group, the lengths of the sequences within which tokens attend. `cos_sin` is [T,
-        head_dim] float32.
+        head_dim] float32. If `splits_tokens`, a chunk may hold part of a sequence.
         """
         backend = self._backend
         spec = self.spec

@@ -19,6 +19,7 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """Share of a layer's cost before attention: 3 of the 12 hidden_size² multiplications per token."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
+"""Per chunk: its range in the step's tokens, and its metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
@@ -54,8 +55,9 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """`lengths` is [S] int64. The caller must store all keys before any chunk attends. If `has_rope_table`, RoPE's
-    table has a row per token of the step. Does not wait for the device.
+    """Return chunks of at most `max_rows` tokens (None for one chunk). `lengths` is [S] int64. The caller must store
+    all keys before any chunk attends. If `has_rope_table`, RoPE's table has a row per token of the step. Does not wait
+    for the device.
     """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
@@ -95,4 +97,5 @@ def make_chunks_with_metadata(
 
 
 def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
+    """Convert lengths [S] to starts and the last end, [S + 1]."""
     return np.concatenate(([0], counts.cumsum()))

@@ -132,6 +132,7 @@ def _layer_spec(
 def _kv_heads(
     config: ModelConfig, layer: int, overrides: Mapping[int, LayerOverrides] | None, *, has_window: bool
 ) -> tuple[int, int]:
+    """Raises ModelError."""
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
     if overrides is not None:

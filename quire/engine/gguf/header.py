@@ -81,6 +81,7 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
+        """Return [] if missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:

@@ -81,6 +81,8 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
+    """Reads a model folder's files, or makes equivalent ones from a GGUF header."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}

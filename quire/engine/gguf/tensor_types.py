@@ -70,6 +70,7 @@ SUPPORTED_TYPES = {
     39: GGMLType("MXFP4", 32, 17, HeldForm(4, 32)),
     40: GGMLType("NVFP4", 64, 36, HeldForm(4, 16)),
 }
+"""Keyed by type number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -16,6 +16,8 @@ from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContex
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
+    """They add x @ down.T @ up.T to a module's outputs."""
+
     down: Tensor
     """[rank, in_features]; for the embedding [rank, vocab]."""
     up: Tensor

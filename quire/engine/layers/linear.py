@@ -18,7 +18,7 @@ class Projection(Protocol):
     def parameters(self) -> ParameterTable: ...
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
-        """Must not change x."""
+        """Maps [T, in_features] to [T, out_features]. Must not change x."""
 
 
 class FusedLinear:

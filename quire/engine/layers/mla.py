@@ -46,6 +46,7 @@ class Indexer:
         prefix: str,
         make_rope_table: Callable[[], Tensor],
     ) -> None:
+        """`make_rope_table` makes KeySelectionParams.cos_sin."""
         self._spec = spec
         self._build_context = build_context
         self._make_rope_table = make_rope_table
@@ -58,10 +59,12 @@ class Indexer:
 
     @property
     def query_linears(self) -> tuple[FusedLinear, ...]:
+        """They read query latents."""
         return (self._queries,)
 
     @property
     def hidden_linears(self) -> tuple[FusedLinear, ...]:
+        """They read normed hidden states."""
         return self._keys, self._weights
 
     def parameters(self) -> ParameterTable:
@@ -158,7 +161,7 @@ class MLAttention(Sublayer):
         return ((), ()) if indexer is None else (indexer.query_linears, indexer.hidden_linears)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Keys of one head, then index keys. Values are the latents in the keys."""
+        """Keys of one head, each a latent and a rotated key, then index keys. Values are the latents in the keys."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
         latents = CacheTensorSpec(shape, kind)
@@ -237,7 +240,7 @@ class MLAttention(Sublayer):
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """Expands latents where worthwhile."""
+        """Returns [T, heads * value]. Expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
@@ -259,6 +262,7 @@ class MLAttention(Sublayer):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _pack_kv_b(self, weight: Tensor) -> None:
+        """One part of kv_b_proj absorbs queries, the other turns attention outputs into values."""
         spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
         heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._absorb_queries = pack(

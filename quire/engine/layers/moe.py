@@ -166,6 +166,7 @@ class _SharedExpert:
     def compute_output_and_gate(
         self, ops: Operations, x: Activations, step: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
+        """Returns the output [T, hidden], and the gate [T, 1] or None."""
         up = ops.apply_linear(self._up.packed_linear, x, step.linear_context)
         activated = activate_gate_up(ops, up, self._down) if self._is_gated else ops.apply_activation(up, _RELU_SQUARED)
         output = ops.apply_linear(self._down.packed_linear, activated, step.linear_context)

@@ -16,6 +16,8 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
+    """Norms by name, with float32 weights."""
+
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         self._sizes_by_name = names
         self._dtype = dtype
@@ -31,8 +33,8 @@ class NormWeights:
         return self._biases.get(name)
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (norm(x + residual), x + residual). If no norm has this name, returns x + residual twice. May
-        overwrite x and residual.
+        """Returns (norm(x + residual), x + residual). If no norm has this name, returns x + residual twice. If
+        `residual` is None, x takes the place of x + residual. May overwrite x and residual.
         """
         if residual is None:
             return self.apply_norm(ops, name, x), x
@@ -54,8 +56,9 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """Quantizes the normed activations, whose only readers are `linears`, to 8 bits if any of them accepts that.
-        Returns the same as add_and_norm, but with `parallel` ignores x and returns (norm(residual), residual).
+        """Quantizes the normed activations, whose only readers are `linears`, to 8 bits if any of them accepts that. If
+        another one needs unrounded values, keeps these too. Returns the same as add_and_norm, but with `parallel`
+        ignores x and returns (norm(residual), residual).
         """
         if parallel:
             assert residual is not None

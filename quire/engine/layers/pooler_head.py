@@ -22,6 +22,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolerHead:
+    """Maps [R, hidden] to [R, size], in float32."""
+
     def __init__(self, layer_specs: Sequence[HeadLayerSpec], backend: Backend) -> None:
         self._layer_specs = layer_specs
         scheme = UnquantizedScheme(backend, torch.float32)

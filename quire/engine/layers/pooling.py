@@ -111,7 +111,7 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """Includes only rows that end their prompt."""
+    """Includes only rows that end their prompt. `vectors` are float32."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":

@@ -66,6 +66,7 @@ def _attention_factor(rope: dict[str, Any]) -> float:
 
 
 def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
+    """Returns the factor of queries at each position, [length] float32."""
     first = query_scaling.first_position
     positions = torch.arange(first, first + length, dtype=torch.float32)
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
@@ -103,6 +104,7 @@ def _longrope_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Llama 3.1's: stretch long wavelengths by `factor`, keep short ones, and blend the others linearly."""
     low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(

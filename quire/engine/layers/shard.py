@@ -25,6 +25,7 @@ class LinearSlice:
     """Only one of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
+        """Rows are outputs, columns are inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -39,6 +40,7 @@ class LinearSlice:
         return _narrow_axis(tensor, self.output_range, 0) if self.adds_bias else torch.zeros_like(tensor)
 
     def slice_lora(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """`down` [rank, in], `up` [out, rank]."""
         return _narrow_axis(down, self.input_range, 1), _narrow_axis(up, self.output_range, 0)
 
     def sliced_sizes(self, outs: int, ins: int) -> tuple[int, int]:
@@ -147,7 +149,7 @@ class ModelShard:
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """Joins x [R, n] float32 to [R, size] on the first rank. Needs a group."""
+        """Joins the ranks' x [R, n] float32 to [R, size] on the first rank; other ranks return x. Needs a group."""
         assert self.group is not None
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)

@@ -48,6 +48,7 @@ class BuildContext:
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By layer name. Scales of layers that are missing are 1."""
     adapters: AdapterManager | None = None
+    """If None, linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """Set only if experts are packed differently from other weights."""
@@ -142,7 +143,7 @@ class Sublayer(ABC):
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Returns output and residual stream, which are not added yet, for x [T, hidden]. If `residual` is None, x are
-        the embeddings.
+        the embeddings. Stores the state of all T tokens.
         """
 
 

@@ -132,6 +132,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
+    """Returns names by module, then by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)

@@ -210,6 +210,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
+        """Return a tuple of specs per layer index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -271,7 +272,9 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Like `forward`, but also return the residual streams [T, hidden] before each of `aux_layers` (ascending)."""
+        """Like `forward`, but also return the residual streams [T, hidden] before each of `aux_layers` (ascending).
+        `features` replace the embeddings of media tokens.
+        """
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -289,6 +292,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """If `output_rows` are given, the last layer computes only these rows."""
         if self._layer_streamer is not None:
             self._layer_streamer.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
@@ -320,7 +324,9 @@ class Decoder:
         return x, residual, aux_hidden_states
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """x is not yet added to the residual stream, which is None on the first stage."""
+        """Return x [T, hidden], which is not yet added to the residual stream, and that stream, which is None on the
+        first stage.
+        """
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
@@ -395,6 +401,7 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
+        """Return None if the backend cannot record layers."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -405,6 +412,7 @@ class Decoder:
         return self._recorded_layers[1]
 
     def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
+        """Map [T] to [T, hidden]."""
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
@@ -437,7 +445,7 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """Only the first logit of each row is read, because NaN in a hidden state spreads to all of them. This takes a
-    tenth of the time of reading all logits.
+    """Return [R] bool. Only the largest hidden number and the first logit of each row are read, because NaN in a hidden
+    state spreads to all logits. This takes a tenth of the time of reading all logits.
     """
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -45,7 +45,7 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError while there are no weights."""
+        """See EngineCore.compute_logprobs. Raises EngineError while there are no weights."""
         if self._engine is None:
             raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -76,6 +76,9 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
+        """If `tensors` (weights by checkpoint name) cannot be loaded, the previous weights are restored from their
+        files. Without files, the model sleeps until it gets tensors.
+        """
         # An earlier update's folder may have been deleted.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
         await self._replace_engine(config, version, tensors)

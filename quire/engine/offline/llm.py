@@ -443,6 +443,8 @@ class LLM(LLMBase):
         description: str,
         show_progress: bool,
     ) -> list[_T]:
+        """Results are in the order of items."""
+
         async def run_everything(done: Callable[[], None]) -> list[_T]:
             tasks = [asyncio.create_task(run_one(each, done)) for each in items]
             try:

@@ -129,6 +129,7 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
+        """Filled by the engine's thread."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         self._request_numbers = count()
         """Makes ids unique, because an aborted request may still be ending when another takes its id."""

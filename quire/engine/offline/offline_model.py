@@ -95,6 +95,7 @@ class OfflineModel:
             self.adapters.use_engine_modules(info)
 
     def default_sampling_params(self) -> SamplingParams:
+        """Returns a new object with the defaults of generation_config.json."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -176,6 +177,7 @@ class OfflineModel:
         moved_texts: Sequence[str] = (),
         add_special_tokens: bool,
     ) -> EncodedPrompt:
+        """`moved_texts`: see RenderedConversation. Raises InvalidRequest naming the field."""
         if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(

@@ -229,7 +229,7 @@ class _PrefixMissAnalysis:
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
         """The bool is True if the tenant's own requests have filled the engine's cache since an evicted piece was
-        visited.
+        visited. `load`: number of tokens computed for the tenant.
         """
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
@@ -274,7 +274,10 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """If both prompts have the same end, one rewrites the other."""
+        """Returns the first difference from the nearest earlier sequence; how many later tokens, of those that can be
+        cached, both share; the earlier sequence's visit if the prompt continues its conversation; and whether both
+        prompts have the same end, which means that one rewrites the other.
+        """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
             comparisons, key=lambda comparison: comparison[:2]
@@ -297,6 +300,9 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
+        """Returns whether the prompt continues the neighbour's conversation, how many tokens after the first difference
+        both share, whether both prompts have the same end, and `neighbour`.
+        """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
         end = min(neighbour.visit.prompt_tokens - neighbour.num_common, len(neighbour.rest) // TOKEN_BYTES)

@@ -20,6 +20,7 @@ _MAX_NAMESPACES = 3
 _MAX_NEIGHBOURS = 32
 """Only the most recently used pieces after a common prefix are compared."""
 _MAX_COMPARED_TOKENS = 65_536
+"""Counted from the first difference."""
 
 
 class CacheNamespace(NamedTuple):

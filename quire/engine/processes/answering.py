@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
+"""Returns the answer's body; None if there is no answer."""
 
 
 class Answering:

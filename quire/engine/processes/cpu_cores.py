@@ -65,6 +65,7 @@ def _parse_core_list(text: str) -> Set[int]:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
+    """Returns at least 1. `root` contains sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)

@@ -48,7 +48,7 @@ class Inbox:
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """Raises TimeoutError if none comes within `seconds`."""
+        """Returns None after the last message. Raises TimeoutError if none comes within `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

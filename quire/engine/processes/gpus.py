@@ -51,8 +51,9 @@ def find_gpus(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> VisibleGPUs | None:
-    """Returns the GPUs that PyTorch uses with this --device; None means the CPU. "auto" chooses like choose_device
-    (worker/device_plan.py), provided that GPUs are files in /dev. Raises ConfigError if the operator names a GPU twice.
+    """Returns the GPUs that PyTorch uses with this --device; None means the CPU. `root` contains dev and sys. "auto"
+    chooses like choose_device (worker/device_plan.py), provided that GPUs are files in /dev. Raises ConfigError if the
+    operator names a GPU twice.
     """
     if device not in ("auto", "cuda", "xpu"):
         return None

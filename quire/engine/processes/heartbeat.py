@@ -72,10 +72,13 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
+    """A thread sends heartbeats to the pipe `descriptor` as soon as this is constructed."""
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
+        """time.monotonic() when the current step began or last made progress; None between steps."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:

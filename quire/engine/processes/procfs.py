@@ -34,8 +34,11 @@ class RunnableClock:
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
+        """This clock's seconds before the current series of inspections."""
         self._inspected = 0.0
+        """Wall-clock seconds in the current series of inspections."""
         self._initial_cpu_wait: dict[str, float] = {}
+        """Seconds that each thread had waited for a processor before its first inspection."""
         self._waited: dict[str, float] = {}
         self._disk_wait: dict[str, float] = {}
 
@@ -45,9 +48,9 @@ class RunnableClock:
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """With `inspect`, reads how long each thread has waited (two files per thread), and subtracts the longest wait
-        in this series of inspections, which a call without `inspect` ends. The kernel reports a wait only when it is
-        over, so the clock may go back a little.
+        """Adds `elapsed` wall-clock seconds. With `inspect`, also reads how long each thread has waited (two files per
+        thread), and subtracts the longest wait in this series of inspections, which a call without `inspect` ends. The
+        kernel reports a wait only when it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -81,7 +84,7 @@ class Standstill:
         self._since = 0.0
 
     def advance(self, elapsed: float) -> float:
-        """Returns the seconds of standstill."""
+        """Adds `elapsed` wall-clock seconds. Returns the seconds of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -94,7 +97,7 @@ class Stopped:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """Returns for how many seconds the process has been stopped."""
+        """Adds `elapsed` wall-clock seconds. Returns for how many seconds the process has been stopped."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
@@ -110,6 +113,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
+    """Returns the total seconds spent waiting for a processor, and whether the thread now waits for a disk."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"

@@ -103,6 +103,7 @@ def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
+    """Raises the call's error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)

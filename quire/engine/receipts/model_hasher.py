@@ -32,6 +32,7 @@ class ModelHasher:
         paths: Mapping[str, str | None],
         hash_folder: Path | None = None,
     ) -> None:
+        """`paths`: see EngineCoreClient.weights_paths."""
         self._config = config
         self._tokenizer = tokenizer
         self._paths = paths
@@ -89,6 +90,7 @@ class ModelHasher:
         return None if content_hash is None else content_hash.hex()
 
     def _weight_files_of_version(self, version: str) -> WeightFiles | None:
+        """None if the weights came as tensors or the files were deleted."""
         if (path := self._paths.get(version)) is None:
             return None
         return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))

@@ -28,6 +28,7 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
+    """If False, tokens depend on concurrent requests, so a replay may differ."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +77,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
+        """The output may have tokens after a stop string; see `truncated`."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)

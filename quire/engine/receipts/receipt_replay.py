@@ -42,6 +42,7 @@ class ReplayModel:
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
+    """Keyed by digest."""
     images: Mapping[str, Image]
     """Keyed by hexadecimal digest."""
 
@@ -177,6 +178,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
+    """Raises the errors of `_recompute_segment`."""
     recomputed = await _recompute_segment(receipt, segment, model, client)
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     where = f"choice {choice.index}, " if len(receipt.choices) > 1 else ""

@@ -211,6 +211,7 @@ class _SchemaCloser:
         return {keyword: [one for one in written if one is not False] or [False]}
 
     def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
+        """The schemas must have no alternatives. Returns False if their types are disjoint."""
         if not common_types(schemas):
             return False
         conditional = ConditionalKeywords(schemas, self._references)

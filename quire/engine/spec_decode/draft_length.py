@@ -73,7 +73,9 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
+        """Over all requests, keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
+        """Keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         if kind >= FIRST_BUCKET_KIND:
@@ -83,6 +85,7 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
+        """For each token, the probability that it and all tokens before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
@@ -113,6 +116,7 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
+        """Kinds of the draft tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -176,7 +180,10 @@ class AdaptiveLengthDrafter(TrackingDrafter):
 def choose_draft_lengths(
     probabilities: Sequence[Sequence[float]], num_step_tokens: int, costs: StepCosts, token_seconds: float = 0.0
 ) -> list[int]:
-    """`probabilities`: for each draft token, the probability that it and all draft tokens before it are accepted."""
+    """Maximizes the tokens per second of a step with `num_step_tokens` other tokens. `probabilities`: for each draft
+    token, the probability that it and all draft tokens before it are accepted. `token_seconds`: time to draft one
+    token.
+    """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),
         key=lambda c: (-c[0], c[1]),

@@ -30,6 +30,7 @@ class _GrammarState:
     """None if the grammar's matcher cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
+    """Tokens that the grammar forces next; there may be thousands."""
     num_matched: int = 0
     num_from_source: int = 0
 

@@ -31,6 +31,7 @@ class LookupAfterModelDrafter(Drafter):
         self._max_drafts = max_drafts
         self._acceptance = AcceptanceTracker()
         self._pending: dict[str, _PendingDraft] = {}
+        """Drafts in flight, keyed by request id."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         limits = [(request, min(max_drafts, self._max_drafts)) for request, max_drafts in draft_requests]

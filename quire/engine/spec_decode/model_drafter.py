@@ -50,6 +50,7 @@ class _DraftModelState:
     block_ids: list[int]
     """The request's own list object. After a preemption the request has another one."""
     num_sent_blocks: int
+    """Number of entries of `block_ids` that the draft model's slot already has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
+    """Number of tokens that the draft model has computed for the request, plus the correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:

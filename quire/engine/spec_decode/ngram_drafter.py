@@ -118,7 +118,7 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """(index, number of indexed tokens)"""
+        """(index, number of indexed tokens), keyed by request id."""
 
     def index_and_find_matches(self, request: Request, ending: Sequence[int]) -> list[MatchPosition]:
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)

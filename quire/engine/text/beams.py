@@ -68,7 +68,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Outputs need 2 * width alternatives."""
+    """Returns the best continuations, best first, and all beams that end. Outputs need 2 * width alternatives."""
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)

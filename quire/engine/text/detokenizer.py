@@ -90,10 +90,12 @@ class IncrementalDetokenizer:
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
+        """Number of further tokens in which stop strings are not searched."""
         self._num_emitted = 0
         self._num_decoded = 0
+        """Number of characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """In characters of the whole text."""
+        """Start of each token that is not emitted yet, in characters of the whole text. None without offsets."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """If `final`, also emits text that was held back. Must not be called after `final` or a stop string."""
@@ -293,6 +295,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
+        """Text of the prompt's incomplete last character, which is not part of the answer."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

@@ -233,6 +233,7 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
+        """Returns the matcher, and its approximate size in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -252,7 +253,7 @@ class GrammarCompiler:
 
 
 def to_lark(text: str) -> str:
-    """Converts llama.cpp's GBNF, which vLLM's users write. Raises InvalidRequest."""
+    """Converts llama.cpp's GBNF, which vLLM's users write; returns Lark unchanged. Raises InvalidRequest."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
     if "::=" not in text or is_lark_syntax(text):

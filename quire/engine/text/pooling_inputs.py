@@ -92,6 +92,9 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
+    """Returns for each text the encoding, truncated to `max_text_tokens` and `max_tokens`, and the number of tokens,
+    limited only by `max_tokens`.
+    """
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

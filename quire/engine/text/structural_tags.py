@@ -38,6 +38,7 @@ _ANY_TEXT = "/(?s:.*)/"
 class StructuralTagGrammar(NamedTuple):
     lark: str
     open_objects: tuple[str, ...]
+    """JSON pointers of objects that still allow undeclared properties."""
 
 
 class _Tag(NamedTuple):
@@ -46,6 +47,7 @@ class _Tag(NamedTuple):
     ends: tuple[str, ...]
     """Texts that may end the tag; empty if its content ends by itself."""
     path: str
+    """For error messages, such as format.tags[0]."""
 
 
 def structural_tag_grammar(
@@ -105,6 +107,7 @@ class _GrammarWriter:
             "triggered_tags": self._write_triggered_tags,
             "optional": self._write_optional,
         }
+        """Writers of formats that may end in free text. They get the texts that can end the free text."""
         self._self_ending_writers: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
             "const_string": lambda format, path: self._literal(_read_string(format, "value", path)),
             "json_schema": self._write_json_schema,

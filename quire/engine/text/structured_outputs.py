@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""All but CLOSE_OBJECTS_KEY are ignored."""
+"""All but CLOSE_OBJECTS_KEY are ignored, because the only backend allows at most one space after a comma or colon."""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects that still allow undeclared properties."""
+    """JSON pointers of objects that still allow undeclared properties, because it cannot be decided which to forbid."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:

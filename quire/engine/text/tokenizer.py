@@ -39,6 +39,7 @@ ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million added tokens took 40 s."""
 _MAX_UNUSED_IDS = 65_536
+"""A vocabulary may have this many ids more than tokens."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300
@@ -69,6 +70,7 @@ class Tokenizer:
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
+        """First id of the tokenizer that the model lacks. Usually None, because the model has all ids."""
         self.special_tokens = dict(special_tokens)
         """Keyed by role, such as bos_token."""
         self.chat_templates = dict(chat_templates)

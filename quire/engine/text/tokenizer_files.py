@@ -178,6 +178,8 @@ class _TokenizerJson(msgspec.Struct, frozen=True):
 
 
 class _SpecialTokenReader:
+    """Raises ModelError if files are unreadable."""
+
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
         self._special_tokens = read_special_tokens(files, config)

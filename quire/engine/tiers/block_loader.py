@@ -51,6 +51,7 @@ class BlockLoad:
     num_filled: int = 0
     """The first `num_filled` of `blocks` have arrived."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """(blocks, seconds), keyed by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
@@ -184,6 +185,7 @@ class BlockLoader:
         self._finished_event.set()
 
     def _fill_block(self, load: BlockLoad, block: int, digest: bytes) -> bool:
+        """Fetch a block, or the state of ~slot, from the first tier that has it."""
         num_bytes = self._mover.block_bytes if block >= 0 else self._snapshot_bytes
         for index, tier in enumerate(self._tiers):
             began_at = clock.monotonic()

@@ -27,6 +27,7 @@ _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 """Samples of all weight files together, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
+"""Each file has at least this many, even if the total then exceeds _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
 _THREADS = 4
 _HASHES_FILE = "weights.json"

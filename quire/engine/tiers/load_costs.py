@@ -16,6 +16,7 @@ class LoadCosts:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
         self.block_seconds: dict[str, float] = {}
+        """Keyed by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:
@@ -26,6 +27,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
+        """Number of leading blocks whose loading saves the most time, or sometimes all, see _PROBE_INTERVAL."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

@@ -20,6 +20,7 @@ def seal_block(identity: bytes, digest: bytes, content: BlockContent) -> bytes:
 
 
 def unseal_block(identity: bytes, digest: bytes, sealed: BlockContent) -> memoryview | None:
+    """Return None if the block is damaged or foreign."""
     view = memoryview(sealed)
     content = view[HEADER_BYTES:]
     head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")

@@ -84,6 +84,9 @@ def make_kv_offloader(
 
 
 def _hash_weights(config: EngineConfig, weight_files: WeightFiles | None) -> tuple[bytes | None, str]:
+    """Returns a hash of the weights' content, or None and why there is none. Raises ConfigError if the folder for
+    hashes is unusable.
+    """
     kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
     if weight_files is None:
         return None, "are in no file"
@@ -122,7 +125,7 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """Rewrites block 0, so no request may use the device yet."""
+    """For _NUM_TRIAL_COPIES copies. Rewrites block 0, so no request may use the device yet."""
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

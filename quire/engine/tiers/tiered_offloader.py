@@ -57,6 +57,7 @@ class TieredKVOffloader(KVOffloader):
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
+        """(number of loaded blocks, seconds), keyed by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
@@ -126,7 +127,9 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Return also how many leading blocks to use. If the model needs snapshots, the last block has one."""
+        """Return a snapshot to load, with its slot reserved, if any, and how many leading blocks to use. If the model
+        needs snapshots, the last block has one.
+        """
         snapshots = self._prefix_cache.snapshots
         if snapshots is None:
             return None, len(digests)

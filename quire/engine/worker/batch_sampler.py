@@ -48,7 +48,7 @@ class BatchSampler:
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
 
     def compute_logits_and_finite_flags(self, sample_targets: SampleTargets, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [R, vocab] float32."""
+        """Returns logits [R, vocab] float32, and whether each row is finite, [R] bool."""
         if not sample_targets.rows:
             return hidden.new_empty((0, 0)), hidden.new_empty(0, dtype=torch.bool)
         logits = self._model.compute_logits(hidden, sample_targets.linear_context)

@@ -62,7 +62,9 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 def kv_budget(
     config: EngineConfig, device: torch.device, step_bytes: int, *, keeps_weights_quantized: bool = True
 ) -> int:
-    """Returns bytes, on a CPU this replica's share. Call once weights are loaded. Raises ConfigError."""
+    """Returns the setting kv_cache_memory or else what is left after `step_bytes`, in bytes; on a CPU, this replica's
+    share. Call once weights are loaded. Raises ConfigError.
+    """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
@@ -112,7 +114,7 @@ def check_context_length(
     block_size: int,
 ) -> None:
     """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. Layers with a window need only its
-    blocks, so the others may use the rest.
+    blocks, so the others may use the rest. `token_bytes`: KV bytes of a token in the layers that keep every token.
     """
 
     def needed_bytes(num_tokens: int) -> int:
@@ -157,6 +159,7 @@ def measure_available_memory(
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> StepReserve:
+    """On a GPU, measures the largest step. On other devices, returns the bytes of the LoRA adapters."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return StepReserve(0)
@@ -170,6 +173,9 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> StepReserve:
+    """Run the largest step on a dummy KV cache. Returns the step's peak memory in bytes, without weights and KV cache,
+    and an estimate for CUDA graphs.
+    """
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -268,7 +274,7 @@ def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
     """Stacks tensors of the same shape and dtype as [tensors, blocks, ...], so that one operation covers a block in all
     layers. Device tensors are zeroed, because kernels also read unwritten blocks before a sliding window, with weight
-    0.
+    0. Host tensors are not zeroed.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -284,7 +290,7 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """Host tensors are not zeroed, because slots are written before they are read."""
+    """Per layer index in the block. Host tensors are not zeroed, because slots are written before they are read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
@@ -381,6 +387,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
+    """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
     try:
         yield
     except QuireError:

@@ -52,6 +52,7 @@ _KV_DTYPES = {
 _MIN_DRIVERS = {"12": "525", "13": "580"}
 """From NVIDIA's CUDA minor version compatibility table: the oldest driver for each CUDA major version."""
 _FOLLOWER_TRIAL_SECONDS = 60.0
+"""How long a rank other than the first waits for a trial that the first rank left no verdict of."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """Disables AMX in oneDNN. With AMX, a row's bfloat16 product depends on the number of rows (seen for 12 to 32 rows).
 oneDNN reads this setting before its first product.
@@ -143,6 +144,7 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
+    """None if no NVIDIA driver is found, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
@@ -213,8 +215,9 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """If the user asked for no dtype, bfloat16 replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16
-    on older GPUs, whose tensor cores support only float16. Raises ConfigError.
+    """With Quire's CPU kernels, bfloat16 replaces float16, even if the user asked for float16. If the user asked for no
+    dtype, bfloat16 replaces float32 on GPUs from Ampere on, and float16 replaces bfloat16 on older GPUs, whose tensor
+    cores support only float16. Raises ConfigError.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -369,7 +372,9 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Returns the backend and the reason for it. Raises ConfigError."""
+    """Returns the backend and the reason for it. Raises ConfigError. Determinism needs Triton on GPUs; on CPUs, some of
+    PyTorch's products depend on the batch.
+    """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")

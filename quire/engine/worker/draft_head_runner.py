@@ -36,7 +36,7 @@ class HiddenStates:
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns [R, hidden]."""
+    """Returns [R, hidden]; see GraphOutputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
+        """Returns the index of the state before the row's last token, or None if the slot's states are outdated."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -154,7 +155,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """`rows` are sorted, longest drafts first."""
+        """`rows` are sorted, longest drafts first, so later draft tokens are for the first rows only."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),

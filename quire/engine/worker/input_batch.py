@@ -145,7 +145,7 @@ class InputBatch:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """`updates`: (slot, first index, block ids), with each slot at most once."""
+        """`updates`: (slot, first index, block ids), each slot at most once. Drops ids beyond the longest context."""
         changed = []
         for slot, first, block_ids in updates:
             old_blocks = self._block_table[slot, first : first + len(block_ids)]
@@ -191,6 +191,7 @@ class InputBatch:
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
+        """Return how many tokens each state has seen so far. After the step, each state has seen `num_known` tokens."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
@@ -406,6 +407,7 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
+    """Puts 0 before each array [rows]; returns [number of arrays, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each

@@ -269,6 +269,7 @@ class ModelRunner:
         chunks: list[PromptLogprobTargets],
         tensors: list[Tensor],
     ) -> PendingStep:
+        """Launches updates of draft heads, and the download of `tensors` (see PendingStep)."""
         batch, sample_targets = prepared.scheduler_output, prepared.sample_targets
         if self._draft_heads is not None:
             self._draft_heads.update_states(batch, sample_targets, hidden, prepared.inputs)

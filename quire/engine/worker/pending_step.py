@@ -45,6 +45,7 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
+"""Keyed by the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 

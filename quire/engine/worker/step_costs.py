@@ -12,6 +12,7 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
 _MIN_MAX_ROUNDS = (3, 32)
+"""After the minimum, the measurement ends once _MAX_SECONDS are over."""
 _MAX_SECONDS = 0.1
 
 

@@ -30,10 +30,12 @@ class StepSplitter:
         can_split: Callable[[ScheduledRequest], bool],
         steps_until_retry: int = _STEPS_UNTIL_RETRY,
     ) -> None:
+        """`compute` may be called again for parts of a batch that ran out of memory."""
         self._compute = compute
         self._can_split = can_split
         self._steps_until_retry = steps_until_retry
         self._max_tokens: int | None = None
+        """Steps of more tokens are split before they are computed. None: no limit."""
         self._num_split_steps = 0
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:

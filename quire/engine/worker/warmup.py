@@ -30,8 +30,8 @@ def warm_up_runner(
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupResult:
-    """`seconds` limits the capture of graphs, decodes first, and not the compilation of kernels. If `seconds` is 0,
-    nothing is compiled.
+    """`seconds` limits the capture of graphs, decodes first, and not the compilation of kernels. The remaining graphs
+    are captured in idle moments. If `seconds` is 0, nothing is compiled.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return WarmupResult([])

@@ -33,6 +33,7 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerKVCacheSpecs, ...]
     """Layers of an encoder that caches nothing have a FullAttentionSpec of 0 elements per token."""
     conv_state_formula: str = ""
+    """Values that convolutions cache per token, for users; "" if none."""
     gpu_error: str | None = None
     quantized_kv_error: str | None = None
 

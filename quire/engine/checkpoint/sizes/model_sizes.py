@@ -80,7 +80,7 @@ class ModelSizes(DecoderSizes):
         return sum(each.kv_elements for each in self.cache_specs if isinstance(each, AttentionSpec))
 
     def slot_bytes(self, num_draft_tokens: int, element_sizes: KVElementSizes) -> int:
-        """Excludes KV blocks."""
+        """Per sequence, without KV blocks."""
         return sum(each.slot_bytes(num_draft_tokens, element_sizes) for each in self.cache_specs)
 
     @property

@@ -61,6 +61,7 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 
 
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
+    """None if tests found that transformers' class can be served."""
     if raw.get("is_encoder_decoder"):
         return "it is an encoder-decoder model, and neither half is served by itself"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")

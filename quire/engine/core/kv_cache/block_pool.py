@@ -33,7 +33,9 @@ class BlockPool:
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.after_eviction: Callable[[Sequence[bytes]], None] | None = None
+        """Called with the hashes of an evicted block."""
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
+        """Called with the ids of blocks that are about to be overwritten."""
 
     @property
     def num_free(self) -> int:
@@ -45,6 +47,7 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
+        """Unpinned free blocks are allocated before pinned ones."""
         return len(self._free)
 
     @property
@@ -151,6 +154,7 @@ class BlockPool:
         self._free.move_to_end(block, last=False)
 
     def clear_hashes(self) -> None:
+        """Blocks in use keep their content."""
         self._block_hashes.clear()
         self._block_by_hash.clear()
 

@@ -15,6 +15,7 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
+        """Blocks that the current requests would need in addition if there were no windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]

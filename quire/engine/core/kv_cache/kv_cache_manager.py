@@ -61,6 +61,7 @@ class KVCacheManager:
             self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
+        """Excludes the request's last token, which must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         if self._snapshots is None:
@@ -124,9 +125,11 @@ class KVCacheManager:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
+        """Copies to make, in order, before the step that is being scheduled."""
         return [] if self._snapshots is None else self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
+        """The blocks may stay pinned for the conversation's next turn."""
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 

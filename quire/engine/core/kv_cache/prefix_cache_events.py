@@ -10,6 +10,8 @@ _DIGEST_BYTES = 16
 
 
 class PrefixCacheEvents:
+    """Blocks that were stored and removed since the last `drain_events`, in order."""
+
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []

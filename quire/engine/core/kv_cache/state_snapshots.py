@@ -63,6 +63,7 @@ class StateSnapshots:
         self._pending = []
 
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+        """Limit the known tokens of the next step to those before the next snapshot."""
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
@@ -96,6 +97,7 @@ class StateSnapshots:
             self._pending.append(_PendingSnapshot(snapshot, digest, request.slot))
 
     def take_slot_copies(self) -> list[SlotCopy]:
+        """Copies to make, in order, before the step that is being scheduled."""
         copies, self._slot_copies = self._slot_copies, []
         return copies
 
@@ -139,6 +141,7 @@ class StateSnapshots:
         return list(dict.fromkeys(positions))
 
     def reserve_slot_for_load(self) -> int | None:
+        """Reserve a slot until `finish_load`. None if no slot is free now."""
         self._evict_stale()
         if not self._pool.num_free:
             return None
@@ -167,7 +170,7 @@ class StateSnapshots:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """None if the snapshot would save too few tokens."""
+        """Tokens before the snapshot near the prompt's end; None if the snapshot would save too few."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

@@ -18,6 +18,8 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
+    """Load weights through `parameters()` before use."""
+
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -115,6 +117,7 @@ class AttentionPoolingProjector(Projector):
     """SigLIP's pooling: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
+        """Raises ModelError for an unsupported activation."""
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
         self._activation = Activation(kind)

@@ -144,10 +144,11 @@ def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndar
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return [T, head_dim] like QKNormRopeParams.cos_sin. Frequencies are [head_dim / 4]."""
+    """Return [T, head_dim] like QKNormRopeParams.cos_sin. `rows` and `columns` are [T], frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    """Return [size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

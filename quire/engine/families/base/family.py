@@ -39,6 +39,7 @@ class ModelFamily:
 class DecoderFamily(ModelFamily):
     other_layer_types: tuple[str, ...] = ()
     has_partial_rotary: bool = False
+    """True if transformers' class reads partial_rotary_factor."""
     has_longrope: bool = False
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must not be set, mapped to the end of the error message."""
@@ -50,9 +51,11 @@ class DecoderFamily(ModelFamily):
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
+    """None keeps the base's norm."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
+    """Replaces attention in each layer; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
     """Returns None for a model without experts."""
     decoder: SpecFields = field(default_factory=dict)

@@ -13,6 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """In tokens, per attention layer; None if unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None

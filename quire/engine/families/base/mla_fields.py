@@ -31,7 +31,7 @@ def mla_mixers_reader(
 
 
 def indexer_reader(*, is_interleaved: bool) -> ConfigReader:
-    """`is_interleaved` applies to the indexer's own RoPE."""
+    """`is_interleaved` applies to the indexer's own RoPE. The reader raises ModelError."""
 
     def read_indexer(config: ModelConfig) -> IndexerSpec:
         raw = config.raw

@@ -29,8 +29,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     """Empty until read_eos_token_ids is called."""
     max_model_len: int | None = None
-    """Longest context to serve, in tokens."""
+    """Longest context to serve, in tokens. If None, it is `max_position`."""
     rope_context: int | None = None
+    """In tokens; None if RoPE does not depend on it."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     transformers_config: Mapping[str, Any] | None = None
     """Set if transformers' class computes the model."""

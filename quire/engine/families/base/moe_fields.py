@@ -16,6 +16,7 @@ _MAX_TOTAL_EXPERTS = 2**16
 """Bounds all layers together, so that a bad config.json cannot make Quire create too many."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
+"""Raises ModelError."""
 
 
 def _group_score_top_k(config: ModelConfig) -> int:

@@ -17,14 +17,14 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""Tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
+"""In tokens, for LongRoPE models without _TRAINED_CONTEXT_FIELD."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
 """transformers' classes compute their frequencies from the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 writes both into rope_parameters.
-    If a file has both objects, rope_scaling counts. They have one set of parameters, or one per layer type.
+    """Return one set of RoPE parameters, or one set per layer type. transformers 4 writes rope_theta next to an object
+    rope_scaling, transformers 5 writes both into rope_parameters. If a file has both objects, rope_scaling counts.
     """
     rope = fields.get("rope_scaling") or fields.get("rope_parameters")
     return rope if isinstance(rope, Mapping) else {}

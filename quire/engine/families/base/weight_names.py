@@ -10,6 +10,7 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+"""The groups are the layer's index and the module's name."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -64,6 +65,7 @@ class WeightNames:
     position_offset: int = 0
     """Unused first rows of the position table."""
     stacked_experts: StackedExperts | None = None
+    """If None, each expert has its own tensors."""
 
     def gguf_weight_names(self) -> WeightNames:
         """GGUF tensors have Llama's names, except fused ones."""

@@ -70,6 +70,7 @@ class DualEncoderLayout(SquaresLayout):
 
 
 def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
+    """Raises ModelError."""
     return _dual_encoder_vision_spec(
         config,
         "clip",
@@ -81,6 +82,7 @@ def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
 
 
 def siglip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
+    """Raises ModelError."""
     return _dual_encoder_vision_spec(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
 
 

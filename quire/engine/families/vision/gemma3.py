@@ -56,6 +56,7 @@ class Gemma3VisionSpec(SquareTowerVisionSpec):
 
 
 def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
+    """Raises ModelError."""
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     side, outer = config.image_size(224), config.model_fields
     sizes = config.preprocessor_size()

@@ -126,6 +126,7 @@ class Gemma4VisionSpec(VisionSpec):
 
 
 def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
+    """Raises ModelError."""
     tower, preprocessor = config.tower, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     head_dim, kv_heads = tower.get("head_dim") or 64, tower.get("num_key_value_heads") or 12

@@ -59,6 +59,7 @@ class Idefics3VisionSpec(SquareTowerVisionSpec):
 
 
 def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
+    """Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=3072, layers=12, heads=16, patch=32, act="gelu_pytorch_tanh", eps=1e-6
     )

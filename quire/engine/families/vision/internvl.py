@@ -101,6 +101,7 @@ class InternVLVisionSpec(SquareTowerVisionSpec):
 
 
 def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
+    """Raises ModelError."""
     tower = config.tower
     outer = config.model_fields
     preprocessor = config.preprocessor

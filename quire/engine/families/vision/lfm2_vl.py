@@ -85,6 +85,7 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
 
 
 def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
+    """Raises ModelError."""
     outer, preprocessor = config.model_fields, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     merge, table = outer.get("downsample_factor") or 2, config.tower.get("num_patches") or 256

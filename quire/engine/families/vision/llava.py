@@ -52,6 +52,7 @@ class LlavaVisionSpec(SquareTowerVisionSpec):
     tower_kind: TowerKind
     square_side: int
     uses_class_token: bool
+    """The text model also reads CLIP's class token."""
     center_crops: bool
     """Images are cropped after their shorter side is resized."""
     projector_activation: str
@@ -147,6 +148,7 @@ class UnpaddedPatchRegion:
 
 
 def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSpec:
+    """Raises ModelError."""
     if config.tower.get("model_type") == "pixtral":
         return pixtral_vision_spec(config)
     vision = _base_llava_vision_spec(
@@ -160,6 +162,7 @@ def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSp
 
 
 def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
+    """Raises ModelError."""
     pinpoints = (
         config.model_fields.get("image_grid_pinpoints")
         or config.preprocessor.get("image_grid_pinpoints")
@@ -174,6 +177,7 @@ def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
+    """Raises ModelError."""
     vision = _base_llava_vision_spec(config, center_crops=False)
     default = [
         [rows * vision.square_side, columns * vision.square_side] for rows in range(1, 7) for columns in range(1, 7)

@@ -89,6 +89,7 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
 
 
 def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
+    """Raises ModelError."""
     return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,
@@ -99,7 +100,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """Pixtral's own configuration has LLaVA's model_type."""
+    """Pixtral's own configuration has LLaVA's model_type. Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 

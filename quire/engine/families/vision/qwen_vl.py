@@ -47,7 +47,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     """`min_pixels` and `max_pixels` bound the resized image."""
     max_pixels: int
     position_table_size: int = 0
-    """The table covers a square; 0 without a table."""
+    """Rows of the table, which covers a square; 0 without a table."""
     window_side: int = 0
     """Pixels per side, or 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
@@ -141,7 +141,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """embed_dim is the tower's width, hidden_size the text model's."""
+    """embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
     width = config.tower.get("embed_dim") or 1280
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
     ratio = config.tower.get("mlp_ratio") or 4
@@ -150,6 +150,7 @@ def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
+    """Raises ModelError."""
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
     vision = _base_qwen_vision_spec(config, shape)
@@ -169,7 +170,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Qwen3.5 by default has no deepstack."""
+    """Qwen3.5 by default has no deepstack. Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )

@@ -37,14 +37,14 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        """Returns [out, in] in the model's dtype."""
+        """Returns [out, in] in the model's dtype. `cut` applies to axes that were not sliced on reading."""
 
     @abstractmethod
     def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec: ...
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """`tied`: the embedding is also the LM head."""
+        """`tied`: the embedding is also the LM head. `cut` applies to axes that were not sliced on reading."""
 
 
 class WrappedScheme(QuantizationScheme):
@@ -72,6 +72,8 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
+    """Casts floating-point weights to one dtype."""
+
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype

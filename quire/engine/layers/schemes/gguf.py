@@ -174,7 +174,7 @@ _CONVERTERS_BY_TYPE: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = 
     "TQ1_0": (54, codebooks.tq1_0_to_grouped_weight),
     "TQ2_0": (66, codebooks.tq2_0_to_grouped_weight),
 }
-"""For each type, the bytes per block, and a function that converts blocks."""
+"""For each type, the bytes per block, and a function that converts blocks, which are [out, blocks, bytes] uint8."""
 SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 

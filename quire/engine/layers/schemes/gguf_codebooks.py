@@ -1,5 +1,5 @@
 """Converts GGUF types to grouped weights of exactly the same values. The weights of these types are entries of a
-codebook, or ternary.
+codebook, or ternary. Source: ggml-common.h and ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _look_up_levels(name: str, indices: Tensor) -> Tensor:
 
 
 def _unpack_seven_signs(words: Tensor) -> Tensor:
-    """The lowest 28 bits of `words` [out, ...] are four groups of 7 signs. An eighth sign makes each group's number of
-    negative signs even.
+    """Returns [out, in] uint8. The lowest 28 bits of `words` [out, ...] are four groups of 7 signs. An eighth sign
+    makes each group's number of negative signs even.
     """
     return _complete_signs(shift_and_mask(words, (0, 7, 14, 21), 127))
 

@@ -139,8 +139,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """`codes` [out, in] are 0 to 2 ** bits - 1. `scales` and `zeros` are [out, groups]. If `zeros` is None, 2 ** (bits
-    - 1) is used. Groups shrink if they do not divide the inputs.
+    """Makes the weight scales * (codes - zeros). `codes` [out, in] are 0 to 2 ** bits - 1. `scales` and `zeros` are
+    [out, groups]. If `zeros` is None, 2 ** (bits - 1) is used. Groups shrink if they do not divide the inputs.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
@@ -179,7 +179,9 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """Returns None if the inputs are already in order. Raises ModelError for groups of unequal size."""
+    """Returns the order of inputs by group; None if they are in order already. Raises ModelError for groups of unequal
+    size.
+    """
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)

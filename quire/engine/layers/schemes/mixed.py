@@ -14,7 +14,8 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 
 class LinearFormat(ABC):
     @abstractmethod
-    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]: ...
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        """Returns specs by name within the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:

@@ -33,6 +33,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
+        """`dtype` is that of activations and unquantized weights."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -81,6 +82,7 @@ class Int8EmbeddingAndHeadScheme(WrappedScheme):
 
 
 def quantize_int8(weight: Tensor) -> GroupedWeight:
+    """Quantizes [out, in] with a scale per output."""
     scales = _compute_scales(weight, 127)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -89,6 +91,7 @@ def quantize_int8(weight: Tensor) -> GroupedWeight:
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
+    """Quantizes [out, in] to e4m3 with a scale per output."""
     scales = _compute_scales(weight, _MAX_FLOAT8)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -98,7 +101,9 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
-    """Quantizes to int8 if the inputs are not a multiple of 32."""
+    """Quantizes [out, in] with scale and offset per 32 inputs (kernels/int4_fit.py), or to int8 if the inputs are not a
+    multiple of 32.
+    """
     outs, inner = weight.shape
     if inner % GROUP_SIZE:
         return quantize_int8(weight)

@@ -28,6 +28,7 @@ class DraftHead(ABC):
     aux_layers: tuple[int, ...] = ()
     """The head reads the inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
+    """None means unlimited."""
     block_bytes_formula: str = "0"
 
     @property

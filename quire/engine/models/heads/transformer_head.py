@@ -23,6 +23,7 @@ class TransformerHead(DraftHead):
     def __init__(
         self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
+        """The layers have the decoder's sizes and dtypes, and are not sharded."""
         self.device = decoder.device
         build_context = draft_build_context(scheme, decoder, backend)
         self._layers = [
@@ -68,7 +69,9 @@ class TransformerHead(DraftHead):
     def _run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Ignores adapters, which apply only to the decoder."""
+        """Returns output and residual stream, which are not added yet, for x [T, hidden]. Stores all T tokens' keys and
+        values. Ignores adapters, which apply only to the decoder.
+        """
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (
             residual is None
@@ -96,6 +99,7 @@ class TransformerHead(DraftHead):
         return x, residual
 
     def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
+        """Returns None if the backend cannot record layers."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
             shape = self._decoder.spec.hidden_size, self._decoder.dtype

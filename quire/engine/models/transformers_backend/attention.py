@@ -48,6 +48,7 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
+        """[T] int64."""
         assert self._metadata is not None
         return self._metadata.positions
 

@@ -236,6 +236,7 @@ class TransformersDecoder(Decoder):
         return self.shard.all_reduce(x) if self.reduces_results else x
 
     def _make_buffers(self) -> None:
+        """Raises ModelError if the class does not initialize a buffer."""
         makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
         for path, module in self._model.named_modules():
             missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]

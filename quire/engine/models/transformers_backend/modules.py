@@ -38,6 +38,7 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """`context` returns the LinearContext of the step's tokens."""
         super().__init__()
         self._packed = linear
         self._context = context
@@ -62,6 +63,7 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
+        """Empty, like QuireLinear's weight."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
 
 
 def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
+    """Returns (in, out) of the linears that multiply each token once, except routers."""
     sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):

@@ -35,7 +35,7 @@ _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     linear_kinds: Mapping[str, Literal["outs", "ins"]]
-    """By linear name: "outs" shards outputs; "ins" shards inputs."""
+    """By linear name: "outs" shards outputs; "ins" shards inputs, and the ranks' results are summed."""
     expert_modules: frozenset[str] = frozenset()
     per_head_parameters: frozenset[str] = frozenset()
 

@@ -69,7 +69,9 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """`text_results`: calls are written as text, so results must be too."""
+    """Yields rules in the order in which to try them. `text_results`: calls are written as text, so results must be
+    too.
+    """
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:

@@ -45,6 +45,7 @@ CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_PROBE_STEPS = 100_000
 """Suffices to render a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
+"""Probing stops after this many probes that exceeded the step limit."""
 
 
 class ChatRenderer:

@@ -48,6 +48,7 @@ class MessageUnit:
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
+    """`first_index` is -1 if the first message is a tool description that Quire added."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:

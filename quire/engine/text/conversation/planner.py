@@ -66,6 +66,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
+        """`prompt`: whether a generation prompt follows; None means that the last message is continued."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None

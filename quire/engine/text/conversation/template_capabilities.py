@@ -23,6 +23,7 @@ class TemplateInputFormat:
     content_parts: bool = False
     """True if content must be a list of parts, because some multimodal templates omit strings."""
     empty_tool_list: bool = False
+    """True if `tools` must be an empty list, not None, for a conversation without tools."""
     functions_variable: bool = False
 
     shows_user_text: bool = True

@@ -98,6 +98,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters` replace Jinja's filters of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters

@@ -21,8 +21,8 @@ _SEPARATOR = b"\xff"
 
 
 def sequence_breaker_ids(breakers: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Unless `breakers` is empty, a first call searches the vocabulary, which takes half a second for 150,000 tokens.
-    Raises InvalidRequest.
+    """`breakers`: None means the default. Unless it is empty, a first call searches the vocabulary, which takes half a
+    second for 150,000 tokens. Raises InvalidRequest.
     """
     texts = DEFAULT_SEQUENCE_BREAKERS if breakers is None else tuple(dict.fromkeys(breakers))
     param = "dry_sequence_breakers"
@@ -81,6 +81,7 @@ def _encode_within_text(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _vocabulary_bytes(tokenizer: Tokenizer) -> tuple[bytes, array[int]]:
+    """Returns the bytes of all tokens, each followed by _SEPARATOR, and each token's position in them."""
     tokens = tokenizer.list_token_bytes()
     starts = array("q", accumulate((len(token) + len(_SEPARATOR) for token in tokens), initial=0))[:-1]
     return _SEPARATOR.join([*tokens, b""]), starts

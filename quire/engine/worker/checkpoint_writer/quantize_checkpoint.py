@@ -101,6 +101,7 @@ def _write_quantized_shard(
     target_format: QuantizedFormat,
     smoother: Smoothing | None,
 ) -> int:
+    """Returns the number of quantized linears."""
     linears = 0
     tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
     with SafetensorsFileWriter(out, tensors) as file:

@@ -17,6 +17,7 @@ class SafetensorsFileWriter:
     """Each tensor is written once, in any order. Methods raise OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """`tensors`: the safetensors dtype and shape of each tensor, by its name."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}

@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps. One launch replaces a few hundred kernel launches, so the GPU never waits for Python.
-
-A graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Separate
-graphs sample greedily, and run draft heads once the sampled tokens are stored.
+"""CUDA graphs of decode steps. One launch replaces a few hundred kernel launches, so the GPU never waits for Python. A
+graph records addresses, so the step that it captures is a function of one static tensor (slots, positions). Padding
+rows use a scratch slot. All graphs of a size share buffers. Separate graphs sample greedily, and run draft heads once
+the sampled tokens are stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SampleFunction = Callable[[Tensor, Tensor], Tensor]
 tokens and their probabilities, [2, B].
 """
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""Maps (rows, hidden states, max blocks) to [B, ...]."""
+"""Maps (rows, hidden states, max blocks) to [B, ...]. Runs once sampled tokens are stored."""
 MAX_SAMPLE_ROWS = 64
 """Larger batches sample eagerly, because their logits take much memory and launches no longer dominate their time."""
 
@@ -62,11 +62,13 @@ class _StaticBuffers:
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
+    """Ascending numbers of rows. The largest graph has a row for every slot, if a graph can be so large."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
+    """Returns the number of blocks in each graph's longest context, ascending."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -89,6 +91,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
+        """By (size, max blocks). Each is captured with the first decode graph of the same size and max blocks."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
@@ -163,6 +166,7 @@ class DecodeGraphs:
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
+        """Returns None if the capture failed."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)

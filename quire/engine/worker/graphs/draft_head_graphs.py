@@ -58,7 +58,7 @@ class DraftHeadGraphs:
         return self._sizes[-1]
 
     def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """Copies `rows` [4, B] int64 to the buffer that the next graphs read."""
+        """Copies `rows` [4, B] int64 to the buffer that the next graphs read. Returns the buffer's first B columns."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
@@ -98,6 +98,7 @@ class DraftHeadGraphs:
 
     @property
     def num_missing(self) -> int:
+        """Failed captures do not count, because they are not retried."""
         return sum(key not in self.graph_set for key in self._graph_keys())
 
     def _graph_keys(self) -> Iterator[_GraphKey]:
@@ -109,6 +110,7 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
+        """Returns None if the capture failed."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

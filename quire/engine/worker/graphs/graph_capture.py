@@ -48,6 +48,7 @@ class GraphSet(Generic[GraphKey]):
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
+        """`group`: the ranks that capture the same graphs; None if only this rank does."""
         self._capture = capture
         self._device = device
         self._group = group

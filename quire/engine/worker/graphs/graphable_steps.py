@@ -39,6 +39,7 @@ class GraphableSteps:
         return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
     def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
+        """The batch has `num_decodes` decode rows, then prefill chunks."""
         return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
     def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:

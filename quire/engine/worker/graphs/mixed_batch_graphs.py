@@ -239,6 +239,9 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
+        """Returns inputs that are all padding, with room for `num_chunks` chunks that have `num_tokens` tokens in
+        total.
+        """
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),

@@ -146,7 +146,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """If the layout splits the image, returns the part with the most patches."""
+    """`side` is in pixels. If the layout splits the image, returns the part with the most patches."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

@@ -19,7 +19,7 @@ SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
 
 COMPILE_LOCK = "quire-compile.lock"
 _LOCK_SECONDS = 600.0
-"""Afterwards this process compiles the kernels too."""
+"""After this wait for another process, this process compiles the kernels, too."""
 _POLL_SECONDS = 0.1
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
 """flash-attn 4 and its libraries raise an error if they cannot write to these folders. If the variables are unset, they

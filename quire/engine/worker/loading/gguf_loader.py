@@ -134,6 +134,7 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
+    """Yields the joined tensor once both halves are read. The first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:

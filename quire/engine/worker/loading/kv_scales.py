@@ -48,6 +48,7 @@ def _check_scale(name: str, scale: float) -> float:
 
 
 def read_fp8_kv_scales(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
+    """Returns scales by layer name."""
     if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
         return {}
     return read_kv_scales(path)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
+"""In tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
 """By dtype, the largest difference that rounding explains, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
@@ -60,7 +61,9 @@ def transformers_description_suffix(model: Decoder) -> str:
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Raises ConfigError with --deterministic, and ModelError."""
+    """Raises ConfigError if --deterministic requires invariance that the model lacks, and the errors of
+    is_batch_invariant.
+    """
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"

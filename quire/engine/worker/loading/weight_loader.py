@@ -28,9 +28,9 @@ _MAX_NAMES = 8
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Raises ModelError for missing, unexpected or misshapen tensors. Also raises it for infinity or NaN in the output
-    head or, if `require_finite`, in any tensor. NaN in other tensors spreads to whole rows of logits, so their requests
-    fail. NaN in the head spoils single logits, which no step would notice.
+    """Returns the number of bytes loaded. Raises ModelError for missing, unexpected or misshapen tensors. Also raises
+    it for infinity or NaN in the output head or, if `require_finite`, in any tensor. NaN in other tensors spreads to
+    whole rows of logits, so their requests fail. NaN in the head spoils single logits, which no step would notice.
     """
     missing, head_name = dict(table), _HEAD_NAME if _HEAD_NAME in table else _EMBEDDING_NAME
     left_over = []
@@ -63,7 +63,9 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """If the model ties its head to the embedding, a stored head replaces a missing embedding."""
+    """If the model ties its head to the embedding, a stored head replaces a missing embedding. If both are stored, the
+    head is dropped. Raises ModelError if they differ, as they may in replacement weights.
+    """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
         return
@@ -103,6 +105,7 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
+    """Skips tensors for which `name_of` returns None."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor

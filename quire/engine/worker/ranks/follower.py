@@ -33,10 +33,12 @@ from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
+"""Time for the first rank to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
 """The first rank's end is detected in other ways."""
 
 ReadMessage = Callable[[], bytes | None]
+"""Returns None once the first rank has ended."""
 
 
 def run_follower(

@@ -29,6 +29,8 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
+    """The followers are all stages except the last, in order."""
+
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
 
@@ -99,6 +101,7 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
+        """Compute this step and all steps before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():

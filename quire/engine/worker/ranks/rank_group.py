@@ -57,6 +57,8 @@ class RankGroup(ABC):
         """`loader` loads only on this rank."""
 
     @abstractmethod
-    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None: ...
+    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
+        """Returns None if the ranks take no calls."""
+
     @abstractmethod
     def stop_ranks(self) -> None: ...

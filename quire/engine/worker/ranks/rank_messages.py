@@ -19,6 +19,7 @@ class RankStart(msgspec.Struct, frozen=True):
     rank: int
     descriptors: list[int]
     cores: list[int]
+    """Cores to pin the process to; empty: no pinning."""
     store: tuple[str, int] | None = None
     """TCPStore's address; None if the ranks share memory."""
 
@@ -61,7 +62,9 @@ class RankMethods(ABC):
         """Check that all ranks are connected. Return the bytes available on this rank's device or machine."""
 
     @abstractmethod
-    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None: ...
+    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        """Allocate exactly this many blocks and slots."""
+
     @abstractmethod
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
         """Only the first rank tries whether mixed batches can be captured."""
@@ -92,7 +95,9 @@ class RankMethods(ABC):
         """`files`: contents by file name. They are sent to other machines only, and once per adapter."""
 
     @abstractmethod
-    def await_adapter(self, slot: int, *, failed: bool) -> None: ...
+    def await_adapter(self, slot: int, *, failed: bool) -> None:
+        """Wait until the adapter is usable or has failed."""
+
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:
         """`content` comes from `encode_call`."""

@@ -41,6 +41,7 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
+"""Time for a process to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL's calls in graphs take memory that was not reserved, gigabytes with some drivers
@@ -194,6 +195,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
+        """Raises EngineError with the reason if a rank ends, or if a GPU gives up waiting for a rank."""
         self._raise_failure()
         try:
             yield

@@ -66,6 +66,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings whose values on this machine replace those of machine 0."""
     cores: list[int]
+    """Cores to pin the process to; empty: no pinning."""
     niceness: int
     address: str
     adapter_folder: str
@@ -112,6 +113,9 @@ class RemoteRank:
         return self._return_code if self.has_ended else None
 
     def wait(self) -> int:
+        """Wait until the rank ends or its machine is silent. Return the rank's code, or that of SIGKILL if it reported
+        none.
+        """
         self._has_ended.wait()
         return self._return_code
 
@@ -159,7 +163,7 @@ class NodeRendezvous:
         self.store = open_store(listener)
 
     def wait_for_ranks(self) -> list[RemoteRank]:
-        """Raises ConfigError on timeout."""
+        """Returns the remote ranks in rank order. Raises ConfigError on timeout."""
         began = time.monotonic()
         try:
             while missing := self._missing_nodes():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
+"""How long the first rank waits for the other ranks' kernel variants."""
 
 
 class SpmdRanks(MultiProcessRanks):

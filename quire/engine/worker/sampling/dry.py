@@ -33,7 +33,7 @@ class DryRule:
     penalties: np.ndarray
     """[max_length + 1] float32, indexed by the repetition's length."""
     last_n: int
-    """-1 means all tokens."""
+    """Last tokens that are searched for repetitions; -1 means all."""
     breaker_lengths: np.ndarray
     """[L] int64: the distinct lengths of sequence breakers."""
     breaker_hashes: np.ndarray
@@ -68,6 +68,7 @@ def _hash_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _mix(tokens: Any) -> Any:
+    """`tokens`: an array or a tensor of int64."""
     mixed = (tokens + 1) * _MIX_FACTOR
     return (mixed ^ (mixed >> 29)) * _MIX_FACTOR
 
@@ -79,7 +80,9 @@ def _list_powers(factor: int, count: int) -> np.ndarray:
 
 
 def penalize_repetitions(logits: Tensor, token_ids: Tensor, rule: DryRule) -> None:
-    """Changes logits [vocab] in place. `token_ids`: [n] int32, the prompt and the answer."""
+    """Changes logits [vocab] in place. `token_ids`: [n] int32, the prompt and the answer. The host does not wait for a
+    GPU.
+    """
     tokens = token_ids if rule.last_n < 0 else token_ids[-rule.last_n :]
     if len(tokens) < 2:
         return

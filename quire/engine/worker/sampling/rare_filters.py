@@ -49,8 +49,8 @@ def _filter_masks(scaled: Tensor, params: SamplingParams, xtc_draw: float) -> It
 
 
 def standard_deviation(logits: Tensor) -> Tensor:
-    """Call with the model's own logits [vocab], because bans and large penalties would make top-n-sigma keep more
-    tokens.
+    """Ignores infinite logits. Call with the model's own logits [vocab], because bans and large penalties would make
+    top-n-sigma keep more tokens.
     """
     finite = logits > -torch.inf
     count = finite.sum()

@@ -50,6 +50,7 @@ class _SlotGrammar:
         return False
 
     def restart_with_new_lexer(self, compiler: GrammarCompiler) -> None:
+        """Raises the errors of GrammarCompiler.recompile_with_large_lexer."""
         while has_lexer_error(self.matcher):
             self.compiled = compiler.recompile_with_large_lexer(
                 self.grammar, self.compiled, exclusive=self.num_restarts >= _MAX_SHARED_LEXERS
@@ -80,6 +81,7 @@ class SlotGrammars:
         return self._loading
 
     def admit_request(self, new_request: NewRequestData) -> None:
+        """Start the matcher after the tokens generated so far."""
         slot, params = new_request.slot, new_request.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self.release_slot(slot)
@@ -106,6 +108,7 @@ class SlotGrammars:
         return not self._slots_with_unread_token.isdisjoint(row.slot for row in rows_to_sample)
 
     def mark_sampled(self, rows: Sequence[ScheduledRequest]) -> None:
+        """The host has not read the token that these rows sampled. `advance_and_get_failure` ends this."""
         self._slots_with_unread_token.update(row.slot for row in rows if row.slot in self.requests)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
@@ -136,6 +139,9 @@ class SlotGrammars:
         return GrammarBitmask(constrained, words)
 
     def _fill_draft_masks(self, state: _SlotGrammar, drafts: Sequence[int], words: np.ndarray) -> None:
+        """Retries with a new lexer if a lexer fails. Raises InvalidRequest if no token is allowed, and the errors of
+        GrammarCompiler.recompile_with_large_lexer.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         while has_lexer_error(state.matcher) or not _try_fill_draft_masks(state.matcher, drafts, words):
@@ -180,8 +186,8 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """Fill `words` [1 + drafts, words] from row 1 on. After a disallowed draft token, everything is allowed, because
-    later tokens are dropped.
+    """Fill `words` [1 + drafts, words] from row 1 on. Return False on a lexer error. After a disallowed draft token,
+    everything is allowed, because later tokens are dropped.
     """
     from llguidance.numpy import fill_next_token_bitmask
 

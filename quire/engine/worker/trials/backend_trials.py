@@ -53,7 +53,9 @@ def choose_trials(
     spec: DecoderSpec,
     child_trials: ChildTrials | None = None,
 ) -> list[BackendTrial]:
-    """The trials run decodes in a CUDA graph, then without graphs."""
+    """The trials run decodes in a CUDA graph, then without graphs. Without `child_trials`, libraries are tried in this
+    process.
+    """
     if device.type == "cpu":
         return []
     captures: list[GraphCapture | None] = (

@@ -68,6 +68,7 @@ class ChildTrials:
         return _with_retry_hint(outcome.verdict.failure, library, path if is_saved else None)
 
     def _run_child(self, request: TrialRequest) -> _TrialOutcome | None:
+        """Returns None if the child could not start or could not use the GPU."""
         with tempfile.TemporaryFile() as answers, tempfile.TemporaryFile() as errors:
             began = time.monotonic()
             arguments = [*self.worker, str(answers.fileno())]
@@ -108,6 +109,7 @@ class _TrialOutcome:
 
 
 def _decode_verdict(answer: bytes) -> TrialVerdict | None:
+    """Returns None if a library ended the process before it wrote the verdict."""
     try:
         return msgspec.json.decode(answer.removeprefix(READY), type=TrialVerdict)
     except msgspec.MsgspecError:
@@ -135,6 +137,7 @@ def _kill_at_exit(child: Child) -> Iterator[None]:
 
 
 def _with_retry_hint(failure: str | None, library: str | None, verdict_file: Path | None) -> str | None:
+    """`library`: the backend whose name --attention-backend takes; None for Quire's own kernels."""
     if failure is None:
         return None
     if verdict_file is None:

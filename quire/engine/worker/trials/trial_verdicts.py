@@ -91,7 +91,7 @@ def read_verdict(path: Path, key: VerdictKey) -> TrialVerdict | None:
 
 
 def write_verdict(path: Path, key: VerdictKey, verdict: TrialVerdict) -> bool:
-    part = path.with_suffix(f".{os.getpid()}")
+    part = path.with_suffix(f".{os.getpid()}")  # another starting process must not read half a file
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part.write_bytes(msgspec.json.encode(_VerdictFile(key, verdict)))

@@ -112,6 +112,7 @@ class GGUFFormat:
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(default_factory=dict)
     has_optional_experts: bool = False
+    """True if some of the files have experts and others do not."""
     has_latent_attention: bool = False
     """`read_fields` then reads the head sizes."""
     has_optional_window: bool = False

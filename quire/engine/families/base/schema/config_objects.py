@@ -70,6 +70,8 @@ class KimiLinearFields(TypedDict, total=False):
 
 
 class IndexerFields(TypedDict, total=False):
+    """Sparse attention of DeepSeek-V3.2 and GLM-5."""
+
     index_n_heads: Annotated[int, Meta(ge=1, le=4096)] | None
     index_head_dim: Annotated[int, Meta(ge=1, le=2**16)] | None
     index_topk: Width | None

@@ -56,6 +56,8 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
+    """See `rope_table` for the fields of each rope_type."""
+
     rope_type: ShortText | None
     type: ShortText | None
     rope_theta: _Theta | None
@@ -82,6 +84,8 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
+    """RoPE of all layers or, in Gemma 3, one set per layer type."""
+
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
 

@@ -134,6 +134,7 @@ class VisionSpec(ABC):
         """
 
     def num_parameters(self, text_size: int) -> int:
+        """`text_size`: the text model's hidden size."""
         return count_parameters(self.parameter_shapes(text_size))
 
 

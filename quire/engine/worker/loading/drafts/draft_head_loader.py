@@ -160,6 +160,9 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
+    """EAGLE may have a module prefix, and EAGLE-3 a `midlayer`. Medusa nests lists of modules; vLLM's conversion has
+    `blocks` and `lm_heads` instead.
+    """
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
