@@ -152,7 +152,8 @@ class EncoderSpec:
         return norm_shapes({name: self.hidden_size}, norm)
 
 
-def parse_encoder_activation(name: str) -> EncoderActivation:
+def parse_encoder_activation(name: str, field: str = "hidden_act") -> EncoderActivation:
+    """Raises ModelError."""
     if name not in _ACTIVATIONS_BY_NAME:
-        raise ModelError(f"model: hidden_act {name!r} is not supported")
+        raise ModelError(f"model: {field} {name!r} is not supported")
     return _ACTIVATIONS_BY_NAME[name]

@@ -45,16 +45,10 @@ class KVCacheSpec:
         return 0
 
     def max_memory_usage_bytes(
-        self,
-        num_tokens: int,
-        block_size: int,
-        sizes: KVElementSizes,
-        *,
-        max_chunk_tokens: int = 1,
-        num_draft_tokens: int = 0,
+        self, num_tokens: int, block_size: int, sizes: KVElementSizes, num_draft_tokens: int = 0
     ) -> int:
-        """Bytes that a sequence of `num_tokens` needs at once, with steps of up to `max_chunk_tokens`."""
-        blocks = max_blocks_in_window(self.window, max_chunk_tokens, -(-num_tokens // block_size), block_size)
+        """Bytes that a sequence of `num_tokens` needs at once, with steps of one token."""
+        blocks = max_blocks_in_window(self.window, 1, -(-num_tokens // block_size), block_size)
         return blocks * self.page_size_bytes(block_size, sizes) + self.slot_bytes(num_draft_tokens, sizes)
 
 

@@ -89,51 +89,75 @@ def kv_budget(
     return budget
 
 
-def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """This upper bound is known before weights are loaded, and keeps per-position tables from growing with the context
-    length in config.json. `token_bytes`: KV bytes of a token in all layers.
-    """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks * block_size
-    return max(_max_kv_bytes(config, device) // token_bytes, block_size)
-
-
-def _max_kv_bytes(config: EngineConfig, device: torch.device) -> int:
-    if config.kv_cache_memory is not None:
-        budget = int(config.kv_cache_memory * GIB)
-    else:
-        budget = MAX_DEFAULT_CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
-    return budget * (config.tensor_parallel_size if device.type == "cuda" else config.nnodes)  # ranks divide heads
-
-
-def check_context_length(
-    config: EngineConfig,
-    specs: Sequence[KVCacheSpec],
-    element_sizes: KVElementSizes,
-    device: torch.device,
-    block_size: int,
-) -> None:
-    """Raises ConfigError, before weights are loaded, if max_model_len cannot fit. Layers with a window need only its
-    blocks, so the others may use the rest. `token_bytes`: KV bytes of a token in the layers that keep every token.
+class ContextMemory:
+    """What contexts need, known before weights are loaded. The KV cache is planned afterwards, from the memory that is
+    then left.
     """
 
-    def needed_bytes(num_tokens: int) -> int:
-        return sum(each.max_memory_usage_bytes(num_tokens, block_size, element_sizes) for each in specs)
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Sequence[KVCacheSpec],
+        element_sizes: KVElementSizes,
+        device: torch.device,
+        block_size: int,
+    ) -> None:
+        self._config = config
+        self._specs = specs
+        self._element_sizes = element_sizes
+        self._device = device
+        self._block_size = block_size
 
-    max_model_len = config.max_model_len or 0
-    if config.num_kv_blocks is not None:
-        available = sum(each.page_size_bytes(block_size, element_sizes) for each in specs) * config.num_kv_blocks
-    else:
-        available = _max_kv_bytes(config, device)
-        if config.kv_cache_memory is None and device.type == "cpu":
-            available = min(available, host_kv_budget(available_host_bytes()) * config.nnodes)
-    if needed_bytes(max_model_len) > available:
-        longest = max(bisect_right(range(max_model_len), available, key=needed_bytes) - 1, block_size)
+    def longest_context(self, most: int) -> int:
+        """Returns an upper bound, so that per-position tables do not grow with the context length in config.json."""
+        if self._config.num_kv_blocks is not None:
+            return min(most, self._config.num_kv_blocks * self._block_size)
+        return self._longest_fitting(most, self._max_kv_bytes())
+
+    def check(self, max_model_len: int) -> None:
+        """Raises ConfigError."""
+        if self._config.num_kv_blocks is not None:
+            return self._check_blocks(max_model_len, self._config.num_kv_blocks)
+        available = self._max_kv_bytes()
+        if self._config.kv_cache_memory is None and self._device.type == "cpu":
+            available = min(available, host_kv_budget(available_host_bytes()) * self._config.nnodes)
+        if (needed := self._needed_bytes(max_model_len)) > available:
+            raise ConfigError(
+                f"max_model_len: a context of {max_model_len} tokens needs {needed:,} bytes of KV cache, "
+                f"{available:,} are available; the longest that fits is at most "
+                f"{self._longest_fitting(max_model_len, available)} tokens",
+                param="max_model_len",
+            )
+
+    def _check_blocks(self, max_model_len: int, num_kv_blocks: int) -> None:
+        """With windows, contexts may have more tokens than the blocks. Recurrent states are not in blocks."""
+        page_bytes = sum(each.page_size_bytes(self._block_size, self._element_sizes) for each in self._specs)
+        longest = num_kv_blocks * self._block_size
+        if not page_bytes or max_model_len <= longest or any(each.window for each in self._specs):
+            return
         raise ConfigError(
-            f"max_model_len: a context of {max_model_len} tokens needs {needed_bytes(max_model_len):,} "
-            f"bytes of KV cache, {available:,} are available; the longest that fits is at most {longest} tokens",
+            f"max_model_len: a context of {max_model_len} tokens needs {-(-max_model_len // self._block_size):,} KV "
+            f"blocks, num_kv_blocks is {num_kv_blocks:,}; the longest that fits is at most {longest} tokens",
             param="max_model_len",
         )
+
+    def _needed_bytes(self, num_tokens: int) -> int:
+        drafts = max_draft_tokens_per_step(self._config)
+        return sum(
+            each.max_memory_usage_bytes(num_tokens, self._block_size, self._element_sizes, drafts)
+            for each in self._specs
+        )
+
+    def _longest_fitting(self, most: int, available: int) -> int:
+        return max(bisect_right(range(most + 1), available, key=self._needed_bytes) - 1, 0)
+
+    def _max_kv_bytes(self) -> int:
+        config, is_gpu = self._config, self._device.type == "cuda"
+        if config.kv_cache_memory is not None:
+            budget = int(config.kv_cache_memory * GIB)
+        else:
+            budget = torch.cuda.mem_get_info(self._device)[1] if is_gpu else MAX_DEFAULT_CPU_KV_BYTES
+        return budget * (config.tensor_parallel_size if is_gpu else config.nnodes)  # heads are divided among ranks
 
 
 class StepReserve(NamedTuple):

@@ -56,14 +56,13 @@ def test_kv_cache_spec_gives_bytes_of_sublayer_tensors(family: str, tmp_path: Pa
             assert slots == kept.slot_bytes(NUM_DRAFT_TOKENS, SIZES)
 
 
-def test_max_memory_usage_counts_blocks_that_window_and_chunk_touch() -> None:
+def test_max_memory_usage_counts_blocks_that_window_touches() -> None:
     full, sliding = FullAttentionSpec(8, 4), SlidingWindowSpec(8, 4, sliding_window=20)
     page = full.page_size_bytes(HASH_BLOCK_SIZE, SIZES)
     assert page == sliding.page_size_bytes(HASH_BLOCK_SIZE, SIZES) == 8 * 4 * HASH_BLOCK_SIZE
     assert full.max_memory_usage_bytes(1000, HASH_BLOCK_SIZE, SIZES) == 63 * page
-    # 20 tokens lie in 3 blocks at most, and the 35 that a chunk of 16 reads in 4
+    # 20 tokens lie in 3 blocks at most
     assert sliding.max_memory_usage_bytes(1000, HASH_BLOCK_SIZE, SIZES) == 3 * page
-    assert sliding.max_memory_usage_bytes(1000, HASH_BLOCK_SIZE, SIZES, max_chunk_tokens=16) == 4 * page
     assert sliding.max_memory_usage_bytes(17, HASH_BLOCK_SIZE, SIZES) == 2 * page
     assert SharedKVSpec(0, 20).max_memory_usage_bytes(1000, HASH_BLOCK_SIZE, SIZES) == 0
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
+from safetensors.torch import load_file
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import vision_tensor_name
 from quire.engine.client.messages import Submit, attach_images, decode_to_engine, detach_images
 from quire.engine.client.replica_router import prefix_pieces
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.encoders.vision.tower import TowerBuildContext
-from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder, RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.processes.utility_calls import encode
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
-from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run
 from tests.tiny_vision import MARK, picture, save_tiny_vision
 
@@ -176,7 +172,9 @@ def test_prefix_pieces_differ_by_image(path: Path) -> None:
 def test_model_sizes_count_tower_parameters(path: Path) -> None:
     vision = read_vision_spec(path)
     assert vision is not None
-    scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
-    tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
-    numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
+    saved = {name: tensor for name, tensor in load_file(path / "model.safetensors").items() if vision_tensor_name(name)}
+    assert {vision_tensor_name(name): tuple(tensor.shape) for name, tensor in saved.items()} == (
+        vision.parameter_shapes(64)
+    )
+    numbers = sum(tensor.numel() for tensor in saved.values())
     assert read_model_sizes(read_raw_config(str(path))[0]).tower_parameters == numbers

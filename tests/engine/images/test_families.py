@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size, vision_tensor_name
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import EngineCoreRequest
@@ -114,15 +114,21 @@ def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) 
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_model_sizes_count_tower_of_family(name: str, tmp_path: Path) -> None:
+def test_tower_spec_gives_shapes_of_saved_weights(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
     vision = read_vision_spec(path)
     assert vision is not None
     scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
     tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
-    numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
+    saved = {
+        tower_name: tuple(tensor.shape)
+        for name, tensor in load_file(path / "model.safetensors").items()
+        if (tower_name := vision_tensor_name(name)) is not None and not tower_name.startswith(tower.unused_prefixes)
+    }
+    assert vision.parameter_shapes(64) == saved
+    assert {name: each.shape for name, each in tower.parameters().items()} == saved
     sizes = read_model_sizes(read_raw_config(str(path))[0])
-    assert sizes.tower_parameters == numbers
+    assert sizes.tower_parameters == sum(map(math.prod, saved.values()))
     assert read_checkpoint_size(path) == CheckpointSize(sizes.num_parameters, 0)
 
 

@@ -54,7 +54,8 @@ class Gemma4Tower(Tower):
         )
         layer_context = BuildContext(build_context.backend, scheme, shape.hidden_size, *dtypes_and_sizes, {})
         names = (vision.layer_name(index) for index in range(shape.num_layers))
-        self._layers = [[build_sublayer(each, layer_context, name) for each in vision.layer_specs] for name in names]
+        specs = vision.layer_specs
+        self._layers = [[build_sublayer(each, layer_context, name) for each in specs] for name in names]
         self._patch_embedding = ChannelLastPatchEmbedding(build_context, shape.patch_size, PATCH_EMBEDDING)
         self._projection = build_context.make_unquantized_linear(PROJECTION)
         self._weights: dict[str, Tensor] = {}

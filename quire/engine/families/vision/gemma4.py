@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from quire.engine.architecture.parameter_shapes import (
     linear_shapes,
     linear_sizes,
 )
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.tower_spec import patch_linear_shapes
@@ -99,17 +100,18 @@ class Gemma4VisionSpec(VisionSpec):
         hidden = self.tower_shape.hidden_size
         shapes = patch_linear_shapes(PATCH_EMBEDDING, hidden, self.tower_shape.patch_size, bias=False)
         shapes[POSITIONS] = (2, self.position_table_size, hidden)
+        layer_specs = self.layer_specs
         for index in range(self.tower_shape.num_layers):
-            shapes |= self._layer_shapes(index)
+            shapes |= self._layer_shapes(layer_specs, self.layer_name(index))
         if self.standardizes_tokens:
             shapes |= dict.fromkeys(STANDARDIZATION, (hidden,))
         return shapes | linear_shapes([PROJECTION], text_size, hidden)
 
-    def _layer_shapes(self, index: int) -> ParameterShapes:
+    def _layer_shapes(self, specs: Iterable[SublayerSpec], layer: str) -> ParameterShapes:
         """Linears have a module of their own, with the bounds of their inputs and outputs."""
         shapes = ParameterShapes()
-        for sublayer in self.layer_specs:
-            plain = sublayer.parameter_shapes(self.layer_name(index), self.tower_shape.hidden_size)
+        for sublayer in specs:
+            plain = sublayer.parameter_shapes(layer, self.tower_shape.hidden_size)
             linears = linear_sizes(plain)
             for name, shape in plain.items():
                 linear = name.removesuffix(".weight")

@@ -91,7 +91,7 @@ def pre_norm_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> Encod
         ropes=(None,) * shape.num_layers,
         windows=(None,) * shape.num_layers,
         classifier=lambda hidden, labels: [],
-        activation=parse_encoder_activation(shape.activation),
+        activation=parse_encoder_activation(shape.activation, "vision_config: hidden_act"),
         pre_norm=True,
         has_first_layer_norm=True,
     )
