@@ -91,7 +91,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """`place` may be a user's function, which may raise or return no number."""
+        """`place` may be a user's function, which may raise or return something that is not a number."""
         try:
             sort_key = place(self.engine_request)
             problem = (

@@ -89,11 +89,12 @@ _OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutpu
 
 
 class LLMEngine:
-    """vLLM's LLMEngine: call `add_request`, then `step` as long as `has_unfinished_requests`. The constructor raises
-    what LLM's does.
+    """vLLM's LLMEngine: call `add_request`, then `step` as long as `has_unfinished_requests`. `from_engine_args` raises
+    what LLM's constructor does.
 
     The engine has its own thread, so a step returns everything since the last step, maybe several tokens of a request.
-    Use this object from one thread. `step` returns no outputs of requests that an LLM's own methods submit.
+    Use this object from one thread. `step` returns only outputs of requests from `add_request`, not those of
+    `LLM.generate` and other methods of an LLM that shares the engine.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:

@@ -110,7 +110,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Kills the processes that remain after `seconds`."""
+    """First asks all processes to end, then kills those that remain after `seconds`."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -128,7 +128,7 @@ def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator
 
 
 def _directory() -> str | None:
-    """Returns a directory if the current one was deleted, because PyTorch's libraries need one to load."""
+    """Returns / if the current directory was deleted, because PyTorch's libraries need one to load; otherwise None."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -80,9 +80,9 @@ class DraftModelRunner:
         return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
 
     def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
-        """Returns tokens and their probabilities, [2, R] float32, which represents every token id exactly. `row_array`
-        [3, rows] int64: slots, start positions and token counts. `last` [R] int64: the index of the last token of each
-        row that drafts.
+        """Returns tokens and their probabilities, [2, R] float32 (exact for every token id). `row_array` [3, rows]
+        int64: slots, start positions and token counts. `last` [R] int64: the index of the last token of each row that
+        drafts.
         """
         where = zip(self._drafting_slots.slots.tolist(), self._drafting_slots.num_known.tolist(), strict=True)
         rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
@@ -108,7 +108,9 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns hidden states [R, hidden], and if a graph samples, tokens and probabilities [2, R]."""
+        """Returns hidden states [R, hidden], and the tokens with their probabilities [2, R] if a CUDA graph has sampled
+        them, otherwise None.
+        """
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
@@ -140,9 +142,7 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def measure_draft_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
-        """Returns pairs (number of sequences, seconds per draft token). The first `num_blocks`
-        blocks must be unused.
-        """
+        """Returns pairs (number of sequences, seconds per draft token). The first `num_blocks` blocks must be free."""
         size, num_slots = self._input_batch.block_size, len(self._input_batch.slot_requests)
         length = min(MEASURED_CONTEXT_TOKENS, longest, size * num_blocks)
         params = SamplingParams(max_tokens=1)

@@ -300,7 +300,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Kernels differ by the number of queries and take seconds to compile."""
+        """Runs dummy prompts of several lengths, and warms up the encoder if there is one. Which kernels run depends on
+        the number of query tokens, and compiling them takes seconds.
+        """
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:

@@ -49,12 +49,12 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def input_dim(self) -> int:
-        """Number of elements per token that update or read the matrices."""
+        """Number of elements of `inputs` per token. They update or read the matrices."""
 
     @property
     @abstractmethod
     def head_inputs_dim(self) -> int:
-        """Number of further elements per token, the same for each head."""
+        """Number of elements of `head_inputs` per token, over all heads. Each head has equally many."""
 
     @property
     def draft_inputs_dim(self) -> int:

@@ -1,11 +1,13 @@
 """Mamba 2's selective state spaces (Dao and Gu, 2024).
 
-Each head of a sequence has a matrix S [key, value]. A token gives x [value] and dt per head, and b and c [key] per
-group of heads. With step = softplus(dt + dt_bias), clamped to dt_limits:
+Each head has a state matrix S [key, value] for each sequence. Each token provides x [value] and a number dt for each
+head, and b [key] and c [key] for each group of heads. `rate` is decay_rate; step = softplus(dt + dt_bias), clamped to
+dt_limits:
 
     S = exp(rate * step) * S + b (step * x)^T;  y = c S + skip * x
 
-The input of the optional RMSNorm over a group's heads is rounded to the dtype of z. S and the arithmetic are float32.
+The output y is gated by silu(z). If there is an RMSNorm (over the heads of a group), its input is first rounded to the
+dtype of z. S is float32. The arithmetic is float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class StateSpace(Recurrence):
     """[heads * value] float32. None: no norm."""
     eps: float
     num_groups: int
-    """Groups of consecutive heads, equal in size."""
+    """Each group has the same number of consecutive heads."""
     key_dim: int
     value_dim: int
     dt_limits: tuple[float, float] = (0.0, float("inf"))

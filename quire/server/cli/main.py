@@ -24,7 +24,8 @@ from quire.server.cli.process_setup import (
 COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
-    "run": "chat with a model or answer a prompt; with -o, answer a file of OpenAI batch requests offline",
+    "run": "chat with a model, or print its answer to a prompt; "
+    "with -o, run a file of OpenAI batch requests without a server",
     "batch": "submit a file of OpenAI batch requests to a running server, and fetch the results",
     "models": "list models with short names, whether they fit on this machine, and how fast they can be",
     "pull": "download a model from the hub, or update it",

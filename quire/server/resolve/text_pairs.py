@@ -1,4 +1,6 @@
-"""Cross-encoders read pairs of texts; embedding models read each text once."""
+"""Requests to score or rank pairs of texts. A reranker gets one input per pair; an embedding model gets each distinct
+text once.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """Makes Qwen3-Reranker's prompts. Long ones lose the document's end."""
+    """Makes Qwen3-Reranker's prompts. A long prompt loses the end of its document."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

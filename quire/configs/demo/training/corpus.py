@@ -105,7 +105,9 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> list[str]:
-    """Draw about `share` of all characters. Raises ValueError for fewer than two books."""
+    """Return the names of randomly drawn small books that together have about `share` of all characters. Raises
+    ValueError for fewer than two books.
+    """
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
     if len(books) < 2:
@@ -168,7 +170,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
-    """Keeps capitals and adapts "a" and "an"."""
+    """Replace a noun, keep capitals, and adapt "a" and "an"."""
 
     def put(match: re.Match) -> str:
         lead, word = match.group(1) or "", match.group(2)

@@ -1,9 +1,9 @@
 """The KV cache of all requests, like vLLM's class of this name, except:
 
 - Groups share one interleaved table, Request.block_ids.
-- `get_computed_blocks` takes no references, because blocks may first be loaded from a tier. `use_computed_blocks` then
-  starts the request; vLLM's allocate_slots does both.
-- `allocate_slots` takes a request's total tokens, not the new ones.
+- `use_computed_blocks` takes references to the blocks that `get_computed_blocks` found, and sets the request's table.
+  In vLLM allocate_slots does this. The step is separate because blocks may first be loaded from a tier.
+- `allocate_slots` takes the request's total number of tokens, not the number of new ones.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """A load might otherwise overwrite a source before it is copied."""
+        """Otherwise a load might overwrite a source before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:

@@ -48,7 +48,7 @@ class Lfm2Tower(Tower):
         return [self._projector.project_grid(each, rows, columns) for each in hidden.chunk(len(images))]
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
-        """Return [rows * columns, hidden], interpolated in float32."""
+        """Interpolate in float32. Return [rows * columns, hidden] in the model's dtype."""
         side = self._vision.positions_per_side
         square = self._weights[POSITIONS].view(1, side, side, -1).permute(0, 3, 1, 2).float()
         resized = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)

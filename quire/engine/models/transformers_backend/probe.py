@@ -1,5 +1,5 @@
-"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot
-compute.
+"""Runs a model of transformers once on meta tensors to find its attention. Refuses, with a reason, what paged attention
+cannot compute.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAttentionSpec]:
-    """Returns specs in call order. Raises ModelError for unsupported attention."""
+    """Returns one spec for each call of attention in a forward pass, in the order of the calls. Raises ModelError for
+    an unsupported model.
+    """
     attention_probe, name = AttentionProbe(max_len), type(model).__name__
     if _is_recurrent(model):
         raise make_stateful_model_error(type(model))
@@ -230,7 +232,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """Boolean indexing bypasses _EmptyNonzero. On meta tensors, all its elements count as nonzero."""
+    """Boolean indexing bypasses _EmptyNonzero. On meta tensors, all elements of an index count as nonzero."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )

@@ -43,8 +43,8 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
 
 
 def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float]:
-    """Returns NVFP4's factor of each linear, which is stored for a whole tensor or for each expert's part. Raises
-    ModelError.
+    """Returns a factor for each NVFP4 linear. A file has one factor for a tensor, or one for each of its parts. Raises
+    ModelError for factors of another shape or type.
     """
     scales = dict[str, float]()
     for stored_name, stored in header.tensors.items():
@@ -61,7 +61,9 @@ def tensor_scales(header: GGUFHeader, config: ModelConfig) -> Mapping[str, float
 
 
 def _tensors_without_scales(header: GGUFHeader) -> Iterator[tuple[str, GGUFTensor]]:
-    """`input_scale` is for activations, whose scales Quire computes itself."""
+    """Omits `scale` and `input_scale` of NVFP4 weights. `tensor_scales` reads the former; the latter is for
+    activations, whose scales Quire computes itself.
+    """
     for name, tensor in header.tensors.items():
         stem, _, suffix = name.rpartition(".")
         weight = header.tensors.get(f"{stem}.weight")

@@ -79,8 +79,9 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """The constructor starts the ranks, once all machines have joined, and raises ConfigError. `stop_ranks` or garbage
-    collection ends them.
+    """The constructor waits until all machines have joined, then starts the other ranks. It raises ConfigError if
+    `master_addr` cannot be opened, a machine does not join in time, or a process cannot be started. `stop_ranks` or
+    garbage collection ends the ranks.
     """
 
     setting: str
@@ -175,7 +176,7 @@ class MultiProcessRanks(RankGroup):
         self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Other machines get its files only once."""
+        """Other machines get the adapter's files only once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
         self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
@@ -339,7 +340,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """All other ranks wait for a process that is stopped (SIGSTOP)."""
+    """Kills a process that stays stopped (SIGSTOP), because all other ranks wait for it."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()

@@ -31,11 +31,11 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Use the split-KV decode kernel for steps with one query per sequence, and the ragged kernel for others. Full
-        prefills use contiguous copies of the keys, which is faster.
+        """Uses flash_attn_with_kvcache if each sequence has one query, otherwise flash_attn_varlen_func.
 
-        If deterministic, both kernels have one split and the same tiles, aligned to position 0, so they reduce keys in
-        one order.
+        Unless deterministic, full prefills read contiguous copies of the keys and values, which is faster. If
+        deterministic, both functions use one split and the same tiles, aligned to position 0, so both reduce the keys
+        in the same order.
         """
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         options = {

@@ -1,5 +1,5 @@
-"""Variants of triton_attention.py's kernels with one key for all heads: L elements, which are also the value, and R
-rotated elements. A tile's rows are (query, head) pairs in q's order, so its size need not be a multiple of the head
+"""Variants of triton_attention.py's kernels for one key that all heads share: L elements, which are also the value, and
+R rotated elements. A tile's rows are (query, head) pairs in q's order, so its size need not be a multiple of the head
 count.
 """
 
@@ -31,7 +31,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """Load rows, and 0 for those not `inside`, whose page may be unwritten."""
+    """Returns 0 for rows that are not `inside`, because their page may be unwritten."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -40,7 +40,7 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The result is a scalar if the tile lies in one page."""
+    """Returns a scalar if BLOCK_N divides PAGE, because then a tile of keys lies in one page; otherwise [BLOCK_N]."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
