@@ -22,7 +22,7 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """All ranks get the same bits. May overwrite x."""
+        """Return the sum over ranks, with the same bits on each. May overwrite x."""
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:

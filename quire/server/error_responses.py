@@ -95,6 +95,7 @@ class ErrorInfo:
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
+        """Has the `detail` of FastAPI's errors."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})

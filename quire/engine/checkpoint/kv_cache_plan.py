@@ -57,6 +57,7 @@ def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
+    """Calls per step."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 

@@ -149,8 +149,8 @@ class Reader(Protocol):
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """May return a function, which the caller calls at the end of this iteration of the event loop. Raises
-        SlowReader if the call shall be given up.
+        """Weights `version` computed the output. May return a function, which the caller calls at the end of this
+        iteration of the event loop. Raises SlowReader if the call shall be given up.
         """
 
     def fail(self, error: QuireError) -> None:

@@ -21,7 +21,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Vocabularies have about 2**18 items."""
+"""Per array. Vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40

@@ -115,7 +115,7 @@ def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Returns its result, or its QuireError, as a message. If the call has no result, a QuireError is raised.
+    """Returns the call's result, or its QuireError, as a message. If the call has no result, a QuireError is raised.
     EngineError is always raised, because the process cannot continue after it.
     """
     try:

@@ -175,6 +175,7 @@ def require_store(request: Request, id: str) -> Store:
 
 
 async def _find_response_summary(request: Request, response_id: str) -> ObjectSummary:
+    """Raises RequestNotFound."""
     get_summary = require_store(request, response_id).get_summary
     return await find_or_raise(
         request, get_summary, "response", response_id, not_found=_response_not_found(response_id)

@@ -14,7 +14,7 @@ be deleted.
 HARD_LIMIT_RATIO = 1.1
 """`make_room` with `max_steps` may leave used bytes up to this multiple of the bound."""
 LOW_WATER_RATIO = 0.95
-"""Background eviction goes down to this share of the bound."""
+"""Background eviction goes down to this share of the bound, which leaves room for new data."""
 
 
 class StorageQuota:

@@ -99,6 +99,7 @@ class SlotGrammars:
             self._advance_matcher(slot, new_request.token_ids[new_request.num_prompt_tokens :])
 
     def release_slot(self, slot: int) -> None:
+        """Frees memory, because a matcher's lexer may be large."""
         for each in (self.requests, self._states, self._failures):
             each.pop(slot, None)
         self._slots_with_unread_token.discard(slot)

@@ -81,7 +81,9 @@ def find_eager_prefill_reason(
     backend: Backend,
     child_trials: ChildTrials | None = None,
 ) -> str | None:
-    """Either the backend rules prefills out, or a library's attention fails in a graph."""
+    """Either the backend rules prefills out, or a library's attention fails in a graph. `types`: compute and KV
+    dtype.
+    """
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"
     if config.enforce_eager or not choose_trials(config, device, types, spec):

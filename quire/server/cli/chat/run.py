@@ -112,6 +112,7 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options["temperature"] = args.temperature

@@ -26,7 +26,7 @@ def total_and_device_weight_bytes(
     in_8_bits: bool,
     expanded: bool = False,
 ) -> tuple[int, int]:
-    """`in_8_bits`: the embedding has 8 bits too. If `expanded`, `quantized` must be None."""
+    """`in_8_bits`: the embedding has 8 bits too. If `expanded` (Machine.expands_weights), `quantized` must be None."""
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
