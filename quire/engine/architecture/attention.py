@@ -34,7 +34,7 @@ class AttentionLayerSpec(SublayerSpec):
     query_scaling: QueryScaling | None = None
     """If None, llama_4_scaling_beta in `rope` may define the scaling."""
     alibi: float | None = None
-    """Factor of all ALiBi slopes (Press et al., 2022)."""
+    """Factor of all ALiBi slopes (Press et al., 2022), which `scale` does not change. See layers/rope.py."""
     input_norm: bool = True
     has_output_gate: bool = False
     """Outputs are multiplied by the sigmoid of a gate."""

@@ -181,7 +181,9 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """A head is a group of `value_dim` channels. A channel's state, b and c have `key_dim` elements."""
+    """A head is a group of `value_dim` channels. A channel's state, b and c have `key_dim` elements. The convolution's
+    output and the gate pass through SiLU.
+    """
 
     dt_rank: int
     bias: bool = False

@@ -54,6 +54,7 @@ class DecoderFamily(ModelFamily):
     """None keeps the base's norm."""
     attention: SpecFields = field(default_factory=dict)
     mlp: SpecFields = field(default_factory=dict)
+    """A model is refused if its config.json names another activation (checkpoint/family_spec.py)."""
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
     """Replaces attention in each layer; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None

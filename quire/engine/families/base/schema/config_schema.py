@@ -56,7 +56,7 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
-    """See `rope_table` for the fields of each rope_type."""
+    """See `rope_table` in layers/rope.py for the fields of each rope_type."""
 
     rope_type: ShortText | None
     type: ShortText | None
