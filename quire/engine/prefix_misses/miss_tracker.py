@@ -227,6 +227,11 @@ class _PrefixMissAnalysis:
     def _max_cached(self) -> int:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
+    @property
+    def _num_comparable(self) -> int:
+        """Tokens of the longest common prefix that could be cached."""
+        return min(self.prefix_match.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
+
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
         """The bool is True if the tenant's own requests have filled the engine's cache since an evicted piece was
         visited. `load`: number of tokens computed for the tenant.
@@ -234,7 +239,7 @@ class _PrefixMissAnalysis:
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
-        num_comparable = min(prefix_match.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
+        num_comparable = self._num_comparable
         for index in range(self.num_cached // PIECE_TOKENS, -(-num_comparable // PIECE_TOKENS)):
             visit = (
                 prefix_match.matched_visits[index]
@@ -294,14 +299,14 @@ class _PrefixMissAnalysis:
         )
         return (
             nearest,
-            max(min(num_shared, self._max_cached - common), 0),
+            max(min(num_shared, self._max_cached - max(common, self._num_comparable)), 0),
             visit if is_same_conversation else None,
             same_end,
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
         """Returns whether the prompt continues the neighbour's conversation, how many tokens after the first difference
-        both share, whether both prompts have the same end, and `neighbour`.
+        both share and are not counted elsewhere, whether both prompts have the same end, and `neighbour`.
         """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
@@ -311,7 +316,10 @@ class _PrefixMissAnalysis:
             each.new_start + each.length >= len(rest) // TOKEN_BYTES and each.old_start + each.length <= end
             for each in end_runs
         )
-        return end <= 0 or bool(end_runs), sum(each.length for each in runs), same_end, neighbour
+        # `rest` may begin within another sequence's longer common prefix, whose lost tokens are counted already.
+        begin = max(self._num_comparable - neighbour.num_common, 0)
+        num_shared = sum(max(each.new_start + each.length - max(each.new_start, begin), 0) for each in runs)
+        return end <= 0 or bool(end_runs), num_shared, same_end, neighbour
 
 
 def _conversation_and_turn_number(
