@@ -94,7 +94,7 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Stored keys and queries are rounded to the model's dtype."""
+        """Return float32. Only keys and queries are rounded to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

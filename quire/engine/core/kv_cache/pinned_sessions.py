@@ -213,7 +213,9 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """Unpin blocks until `count` more are free. The session least likely to continue loses blocks first."""
+        """Unpin blocks until `count` more unpinned blocks are free. The session least likely to continue loses blocks
+        first.
+        """
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)

@@ -44,7 +44,9 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """`advance` is None if all draft tokens come from one state. Draft token n uses sampler n, or the last one."""
+        """`advance` is None if all draft tokens come from one state. Draft token n uses sampler n; if there are fewer
+        samplers, the last one.
+        """
         self._sample = sample
         self._advance = advance
         self._input_batch = slots

@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Unless PAIRED is 0, two steps of PAIRED columns share 16-bit words: the first has the low bytes, the second the
-    high bytes.
+    """Return where a column's code is stored. Unless PAIRED is 0, each 2 * PAIRED columns share 16-bit words: the first
+    half has the low bytes, the second half the high bytes.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -35,7 +35,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """The row must hold whole pairs of steps."""
+    """The row's size must be a multiple of 2 * PAIRED."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))

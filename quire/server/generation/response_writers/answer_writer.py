@@ -47,7 +47,7 @@ class AnswerWriter(ABC):
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
 
     def text_event_template(self, index: int) -> bytes | None:
-        """Returns a bytes format for steps that add only text, whose only %b is the text's JSON."""
+        """Returns a bytes format for steps that add only text; its %b is the text's JSON. None: call step_events."""
         return None
 
     @abstractmethod
