@@ -132,6 +132,14 @@ def test_tower_spec_gives_shapes_of_saved_weights(name: str, tmp_path: Path) -> 
     assert read_checkpoint_size(path) == CheckpointSize(sizes.num_parameters, 0)
 
 
+def test_tower_output_of_another_size_than_text_is_refused(tmp_path: Path) -> None:
+    path = save_family(tmp_path, "qwen3_vl")
+    raw = json.loads((path / "config.json").read_text())
+    raw["vision_config"]["out_hidden_size"] = 96
+    with pytest.raises(ModelError, match="out_hidden_size is 96, the text model's hidden_size 64"):
+        read_model_sizes(raw)
+
+
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     tokenizer = Tokenizer.from_pretrained(path)
     reader = make_multimodal_prompt_builder(path, tokenizer)

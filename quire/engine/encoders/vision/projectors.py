@@ -162,7 +162,8 @@ class AveragePoolingProjector(Projector):
         self._linear: dict[str, Linear] = {}
 
     def parameters(self) -> ParameterTable:
-        build_context, norm, linear = self._build_context, self._norm_name, self._projection_name
+        build_context = self._build_context
+        norm, linear = self._norm_name, self._projection_name
 
         def pack_transposed(weight: Tensor) -> Linear:
             return build_context.backend.pack_linear(weight.T.contiguous(), None)

@@ -42,7 +42,9 @@ _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
 """Longest side in pixels of an image that is padded to a square."""
 _MAX_SQUARES = 64
-TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
+TOWER = "vision_tower"
+PROJECTOR = "multi_modal_projector"
+NEWLINE = "image_newline"
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BICUBIC = 3
-PATCH_EMBEDDING, POSITIONS, MERGER = "visual.patch_embed.proj", "visual.pos_embed.weight", "visual.merger"
+PATCH_EMBEDDING = "visual.patch_embed.proj"
+POSITIONS = "visual.pos_embed.weight"
+MERGER = "visual.merger"
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_TOKENS = 256
 
@@ -204,6 +206,11 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape) -> QwenVisionSpec:
     config.check_heads(shape)
+    out_size, text_size = config.tower.get("out_hidden_size"), config.text_config.get("hidden_size")
+    if out_size is not None and isinstance(text_size, int) and out_size != text_size:
+        raise config.config_error(
+            f"vision_config: out_hidden_size is {out_size}, the text model's hidden_size {text_size}"
+        )
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
     sizes, preprocessor = config.preprocessor_size(), config.preprocessor

@@ -42,6 +42,7 @@ class VisionConfigFields(TypedDict, total=False):
     layer_norm_eps: Annotated[float, Meta(ge=0, le=1)] | None
     spatial_merge_size: _SmallCount | None
     temporal_patch_size: _SmallCount | None
+    out_hidden_size: LayerWidth | None
     window_size: PixelSide | None
     fullatt_block_indexes: Annotated[list[_LayerIndex], Meta(max_length=4096)] | None
     deepstack_visual_indexes: Annotated[list[_LayerIndex], Meta(max_length=64)] | None
