@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -271,8 +270,9 @@ class Operators:
         pass
 
 
-@pytest.fixture
-def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@cache
+def define_operators() -> torch.library.Library:
+    """Once a process, and never undone: if a test runs out of time, its ranks' threads still call the operators."""
     library = torch.library.Library("quire_test", "FRAGMENT")
     library.define("collect(int number, str what, Tensor(a!) out, Tensor x) -> ()")
 
@@ -282,6 +282,12 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         call(*given.get(what, ([out],))).wait()
 
     library.impl("collect", collect, "CompositeExplicitAutograd")
+    return library
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    define_operators()
 
     def join(store: dist.Store, rank: int, count: int, *parts: Any, **settings: Any) -> DistributedCollective:
         made = join_ranks(store, rank, count, *parts, **settings)
@@ -289,9 +295,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for module in (rank_processes, rendezvous):
         monkeypatch.setattr(module, "join_ranks", join)
-    yield
-    Operators.groups.clear()
-    library._destroy()
 
 
 @pytest.mark.slow
