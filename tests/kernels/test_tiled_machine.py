@@ -126,8 +126,10 @@ def test_resumed_stream_names_both_instruction_sets(machine: Machine, tmp_path: 
                 assert whole["system_fingerprint"] != mine["system_fingerprint"]
 
 
+_LONG_CONTRACTS = "qwen3 or bloom or lfm2 or deepseek or kimi"
 SUITES = {
-    "contract": ["tests/engine/test_contract.py", "-k", "bfloat16-cpu-cpu"],
+    "contract": ["tests/engine/test_contract.py", "-k", f"bfloat16-cpu-cpu and ({_LONG_CONTRACTS})"],
+    "contract, dense": ["tests/engine/test_contract.py", "-k", f"bfloat16-cpu-cpu and not ({_LONG_CONTRACTS})"],
     "few bits": ["tests/engine/test_quantization.py", "-k", "alone_together and bfloat16"],
     "8-bit KV": ["tests/engine/test_kv_cache.py", "-k", "alone_together and bfloat16"],
     "experts": ["tests/engine/models/test_moe_fields.py", "-k", "depend_on_batching and bfloat16"],
@@ -141,7 +143,8 @@ SUITES = {
     ],
     "guesses and replay": ["tests/engine/test_lossless.py"],
     "towers": ["tests/engine/images/test_towers.py", "-k", "do_not_depend_on_batch"],
-    "image families": ["tests/engine/images/test_families.py", "-k", "do_not_depend_on_batch"],
+    "image families": ["tests/engine/images/test_families.py", "-k", "of_family_do_not_depend_on_batch"],
+    "image options": ["tests/engine/images/test_families.py", "-k", "int8_or_drafts_do_not_depend_on_batch"],
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,12 +55,30 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((HERE / "triton").glob("test_*.py")), ids=lambda path: path.stem)
-def test_triton_tests_pass_under_interpreter(path: Path) -> None:
+LONG_FILES = {
+    "test_lossless": ("qwen3_5", "mamba2", "falcon_mamba", "deepseek_v2"),
+    "test_mixed_graphs": ("qwen3_5", "lfm2", "gpt_oss", "gemma2"),
+}
+"""Files whose families are cases of their own, because each takes minutes."""
+FILES = [
+    pytest.param(path, keyword, id=f"{path.stem}-{keyword}" if keyword else path.stem)
+    for path in sorted((HERE / "triton").glob("test_*.py"))
+    for keyword in LONG_FILES.get(path.stem, ("",))
+]
+
+
+def test_long_files_have_cases_for_all_their_families() -> None:
+    for stem, keywords in LONG_FILES.items():
+        (families,) = re.findall(r'parametrize\("family", (\[.*\])\)', (HERE / "triton" / f"{stem}.py").read_text())
+        assert all(any(each in family for each in keywords) for family in json.loads(families))
+
+
+@pytest.mark.parametrize(("path", "keyword"), FILES)
+def test_triton_tests_pass_under_interpreter(path: Path, keyword: str) -> None:
     # The interpreter multiplies with numpy, whose OpenBLAS on some CPUs (AMD's Zen) sums a row in another order in
     # another number of rows. On this kind it does not.
     environment = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Sandybridge"}
-    output = run(["pytest", "-q", "-p", "no:cacheprovider", str(path)], environment)
+    output = run(["pytest", "-q", "-p", "no:cacheprovider", str(path), "-k", keyword], environment)
     assert " passed" in output
     assert "skipped" not in output
 

@@ -30,6 +30,7 @@ SIZES = KVElementSizes(kv=4, model=2)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kv_cache_spec_gives_bytes_of_sublayer_tensors(family: str, tmp_path: Path) -> None:
     options = SHAPE | FAMILIES[family]

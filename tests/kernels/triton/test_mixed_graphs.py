@@ -1,6 +1,4 @@
-"""Tokens of Triton's mixed graphs, whose steps are padded, are those of requests alone. This file is apart from
-test_lossless.py, because under the interpreter each takes minutes.
-"""
+"""Tokens of Triton's mixed graphs, whose steps are padded, are those of requests alone."""
 
 from __future__ import annotations
 
