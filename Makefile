@@ -49,16 +49,18 @@ $(SERVES): pyproject.toml constraints.txt deploy/install_torch.py $(wildcard set
 	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
 		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
-	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
+	@echo 'Installing pinned packages and compiling the CPU kernels; the first time takes some minutes'
 	@$(BIN)/python quire/kernels/cpu/build.py & kernels=$$!; $(BIN)/python deploy/install_torch.py && \
-		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(EDITABLE) . && wait $$kernels
+		$(BIN)/python -m pip install --no-compile -c constraints.txt $(EDITABLE) . && wait $$kernels
+	@echo 'Compiling the bytecode of the packages'
 	@$(COMPILED)
 	@touch $@
 
 # And what tests and linters need. A change of the kernels is no reason to install it again.
 $(READY): pyproject.toml constraints.txt | $(SERVES)
 	@echo 'Installing what the tests need'
-	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(EDITABLE) '.[dev]'
+	@$(BIN)/python -m pip install --no-compile -c constraints.txt $(EDITABLE) '.[dev]'
+	@echo 'Compiling the bytecode of the packages'
 	@$(COMPILED)
 	@touch $@
 

@@ -3,7 +3,7 @@
     python deploy/install_torch.py [cpu|cuda]      # default: by this machine's driver
 
 The CPU build is in PyTorch's own index. TORCH_INDEX names another index, with any build; if it is empty, or the index
-is unreachable, the usual index provides the CUDA build. pip's variables and files apply. Needs only the standard
+is unreachable, pip's usual index decides the build. pip's variables and files apply. Needs only the standard
 library.
 """
 
@@ -31,7 +31,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     index = wanted_index(os.environ, sys.platform, arguments[0] if arguments else driver(Path("/")))
     if index is not None and (why := unreachable(index)):
-        print(f"{index} cannot be reached ({why}): PyTorch comes from the usual index, with CUDA")
+        print(
+            f"{index} cannot be reached ({why}): PyTorch comes from pip's usual index, which may have only CUDA builds",
+            flush=True,
+        )
         index = None
     more = [] if index is None else ["--extra-index-url", index]
     command = [
@@ -39,7 +42,6 @@ def main(arguments: Sequence[str]) -> int:
         "-m",
         "pip",
         "install",
-        "--quiet",
         "--no-compile",
         "-c",
         str(CONSTRAINTS),

@@ -75,7 +75,9 @@ def install_with_script(python: Path, served: str, target: Path, *arguments: str
     completed = subprocess.run(command, env=environment | pip | variables, capture_output=True, text=True, timeout=120)
     assert completed.returncode == 0, completed.stderr
     (info,) = target.glob("torch-*.dist-info")
-    return info.name.removeprefix("torch-").removesuffix(".dist-info"), completed.stdout
+    before_pip, collects, _ = completed.stdout.partition("Looking in indexes")
+    assert collects, "pip shows its progress"
+    return info.name.removeprefix("torch-").removesuffix(".dist-info"), before_pip
 
 
 @pytest.mark.slow
@@ -89,8 +91,8 @@ def test_script_installs_torch_from_named_index(python: Path, served: str, tmp_p
 def test_unreachable_index_is_reported_and_default_index_used(python: Path, served: str, tmp_path: Path) -> None:
     version, output = install_with_script(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
     assert version == PINNED
-    expected = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
-    assert output == expected
+    reason = f"{served}/gone cannot be reached (File not found)"
+    assert output == f"{reason}: PyTorch comes from pip's usual index, which may have only CUDA builds\n"
 
 
 def test_cpu_build_is_chosen_without_nvidia_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +106,19 @@ def test_cpu_build_is_chosen_without_nvidia_driver(tmp_path: Path, monkeypatch: 
     assert wanted_index({}, "linux", "cuda") is wanted_index({}, "darwin", "cpu") is None
     assert wanted_index({"TORCH_INDEX": ""}, "linux", "cpu") is None
     assert wanted_index({"TORCH_INDEX": "https://mine"}, "linux", "cuda") == "https://mine"
+
+
+def test_pip_shows_its_progress_while_make_sets_up_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads take minutes, in which a silent `make serve` looks hung."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(install_torch, "is_installed", lambda: False)
+    monkeypatch.setattr(install_torch, "unreachable", lambda index: "")
+    done: subprocess.CompletedProcess[bytes] = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(install_torch.subprocess, "run", lambda command: commands.append(command) or done)
+    assert install_torch.main(["cpu"]) == 0
+    recipes = re.findall(r"^\t.*pip install.*EDITABLE.*$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [len(commands), len(recipes)] == [1, 2]
+    assert not {"-q", "--quiet"} & {word for command in [*commands, *map(str.split, recipes)] for word in command}
 
 
 def test_installed_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
