@@ -42,6 +42,13 @@ def test_files_named_in_code_comments_exist() -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("name", DOCS)
+def test_page_ends_with_one_newline(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+
+
 def test_readme_has_at_most_600_words() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 

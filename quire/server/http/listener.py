@@ -64,7 +64,8 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no valid name"
         shown = host if host.isprintable() else repr(host)
-        raise ConfigError(f"cannot listen on {shown}:{port}: {why}; choose another --port or --host") from None
+        advice = "choose another --port or --host (make: PORT, HOST)"
+        raise ConfigError(f"cannot listen on {shown}:{port}: {why}; {advice}") from None
     return listener
 
 

@@ -234,7 +234,8 @@ def test_port_in_use_is_reported_before_model_loads() -> None:
             command("serve", "--port", str(port), "--model", "nowhere"), capture_output=True, text=True
         )
     assert done.returncode == 1
-    taken_port = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host"
+    taken_port = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    taken_port += "; choose another --port or --host (make: PORT, HOST)"
     assert done.stderr.startswith(f"quire serve: {taken_port}; model: there is no directory 'nowhere'"), "both at once"
     assert done.stderr.count("\n") == 1
 
