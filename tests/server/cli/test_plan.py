@@ -1008,6 +1008,38 @@ def test_memory_advice_names_quantization_that_fits(tmp_path: Path) -> None:
     assert memory_advice(engine_config, Machine("test", memory=64 * GIB, gpu=False)) == ""
 
 
+def test_memory_advice_is_empty_for_a_context_above_the_model_positions(tmp_path: Path) -> None:
+    """More memory would not help: the engine's error names the positions."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.SHAPE | tiny_models.FAMILIES["llama"]))
+    config = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", max_model_len=1_000_000)
+    assert memory_advice(config, Machine("test", memory=64 * GIB, gpu=False)) == ""
+    assert memory_advice(config.model_copy(update={"max_model_len": None}), Machine("test", memory=2**20, gpu=False))
+
+
+def test_plan_calls_the_cache_a_limit_if_full_contexts_need_less(
+    coder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", coder, "--gpu", "h100", "--max-num-seqs", "1"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"= [\d,]+ MiB for the KV cache at most$", text, re.MULTILINE)
+    assert "full contexts (--max-num-seqs) use" in text
+    assert cli.main(["plan", coder, "--gpu", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "at most" not in re.findall("^memory.*$", text, re.MULTILINE)[0]
+    assert "full contexts (--max-num-seqs) use" not in text
+
+
+@pytest.mark.parametrize(
+    ("tflops", "expected"),
+    [("1000", r"0\.\d\d? s or more"), ("1", r"\d\.\d minutes or more"), ("0.001", r"\d\d+ hours or more")],
+)
+def test_plan_rounds_prefill_times_to_readable_units(
+    tflops: str, expected: str, coder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["plan", coder, "--gpu", "h100", "--context", "16384", "--bandwidth", "3350", "--tflops", tflops])
+    assert re.search(f"16,384 take {expected}", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("where", [(), ("--gpu", "L4"), ("--gpu", "L4", "--tp", "2")])
 def test_kv_cache_larger_than_memory_does_not_fit(where: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--kv-cache-memory", "100000", *where]) == 1

@@ -8,14 +8,21 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
     return (
+        setting_reason(estimate)
+        or _kv_cache_too_large_reason(estimate)
+        or _weights_reason(estimate)
+        or _concurrency_reason(estimate, request.concurrency or 1)
+    )
+
+
+def setting_reason(estimate: Estimate) -> str | None:
+    """Why settings do not suit the model or the machine, whatever memory there is."""
+    return (
         _dtype_or_block_size_reason(estimate)
         or _parallelism_reason(estimate)
         or estimate.layers_plan.problem
         or experts_problem(estimate.config, estimate.sizes, estimate.machine)
         or _too_few_layers_or_positions_reason(estimate)
-        or _kv_cache_too_large_reason(estimate)
-        or _weights_reason(estimate)
-        or _concurrency_reason(estimate, request.concurrency or 1)
     )
 
 

@@ -18,6 +18,7 @@ from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism, read_gpu_table
+from quire.server.cli.plan.misfit import setting_reason
 
 
 def build_plan_request(
@@ -50,9 +51,9 @@ def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """Returns "" if the model should fit, or this cannot be estimated."""
+    """Returns "" if the model should fit, this cannot be estimated, or it is not memory that lacks."""
     plan = _plan_model(config, machine)
-    if plan is None or plan.estimate.fits:
+    if plan is None or plan.estimate.fits or setting_reason(plan.estimate) is not None:
         return ""
     fewer_bits = find_fitting_quantization(plan.sizes, plan.estimate.machine, plan.request, plan.stored)
     advice = "; ".join(plan.estimate.reasons)

@@ -362,9 +362,10 @@ def _memory_text(estimate: Estimate) -> str:
     )
     others = "".join(f" and {name}" for name in estimate.extra_weight_names)
     weights = f"{weights_mib:,} MiB of weights{others}"
+    limit = " at most" if _is_cache_below_budget(estimate) else ""
     if not machine.gpu:
         total, own = round(machine.memory / MIB), round(ENGINE_HOST_BYTES / MIB)
-        left = f"{total - own - weights_mib:,} MiB; of it {cache:,} MiB for the KV cache"
+        left = f"{total - own - weights_mib:,} MiB; of it {cache:,} MiB for the KV cache{limit}"
         return f"{each} {total:,} MiB free - {own:,} MiB for Quire - {weights} = {left}"
     cuda = round(CUDA_CONTEXT_BYTES / MIB)
     whole = f"{machine.memory / MIB:,.0f} MiB x {utilization:g} = {all_of_it:,} MiB"
@@ -373,18 +374,21 @@ def _memory_text(estimate: Estimate) -> str:
         return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + weights_mib - all_of_it:,} MiB too few"
     room = all_of_it - cuda - weights_mib - step
     if room > cache + _ROUNDING_MIB:
-        left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
+        left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache{limit}"
     else:
-        step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache"
+        step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache{limit}"
     graphs = "" if estimate.config.enforce_eager else " and graphs"
     return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step{graphs} = {left}"
 
 
+def _is_cache_below_budget(estimate: Estimate) -> bool:
+    return 0 < estimate.num_blocks < estimate.num_fitting_blocks
+
+
 def _kv_cache_text(estimate: Estimate) -> str:
     tokens = estimate.num_blocks * estimate.block_size
-    all_used = (
-        f": all that {estimate.concurrency:,} full contexts (--max-num-seqs) use" if tokens < estimate.kv_tokens else ""
-    )
+    contexts = f"{estimate.concurrency:,} full contexts (--max-num-seqs)"
+    all_used = f": all that {contexts} use" if _is_cache_below_budget(estimate) else ""
     return (
         f"{estimate.num_blocks:,} blocks = {tokens:,} tokens = "
         f"{_format_size(estimate.num_blocks * estimate.block_bytes)}{all_used}"
@@ -418,9 +422,17 @@ def _speed_lines(estimate: Estimate) -> list[tuple[str, str]]:
         ),
         (
             "prefill",
-            f"{most} {estimate.context / first:,.0f} tokens/s; {estimate.context:,} take {first:.2f} s {least}",
+            f"{most} {estimate.context / first:,.0f} tokens/s; {estimate.context:,} take {_format_duration(first)} {least}",
         ),
     ]
+
+
+def _format_duration(seconds: float) -> str:
+    """Two digits or whole units, as befits an estimate."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _format_count(number: int) -> str:
