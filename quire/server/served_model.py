@@ -48,6 +48,10 @@ class ServedModelSpec:
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
     """None: requests may not have images."""
     no_images_reason: str = NO_IMAGES_REASON
+    model_type: str = ""
+    """As in config.json: the architecture."""
+    weights_format: str = ""
+    """gguf or safetensors."""
 
     def with_engine_info_from(self, model: ServedModel) -> ServedModelSpec:
         return replace(

@@ -75,7 +75,10 @@ def make_app(
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
-    return create_app(client, ServedModelSpec(config, tokenizer, VOCAB_SIZE, defaults or {}), launch_process=FORKED)
+    spec = ServedModelSpec(
+        config, tokenizer, VOCAB_SIZE, defaults or {}, model_type="llama", weights_format="safetensors"
+    )
+    return create_app(client, spec, launch_process=FORKED)
 
 
 @cache

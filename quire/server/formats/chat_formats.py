@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from quire.engine.common.request_params import Task
 from quire.engine.text.conversation.chat_template import ChatRenderer
-from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.slots import TAG, last_tag
@@ -22,6 +24,16 @@ from quire.server.formats.tools.tool_parser import ToolFormat
 GENERIC_FORMAT = "hermes"
 
 
+class TemplateSource(Protocol):
+    """A tokenizer, or what its files say of templates."""
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormats:
     template_text: str
@@ -36,7 +48,7 @@ class ChatFormats:
     """Calls in code blocks do not count if a grammar constrains the answer."""
 
     @classmethod
-    def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
+    def from_config(cls, config: ServerConfig, tokenizer: TemplateSource) -> ChatFormats:
         renderer = ChatRenderer(
             tokenizer.chat_templates,
             tokenizer.special_tokens,
@@ -62,6 +74,19 @@ class ChatFormats:
         return cls(
             template, renderer, reasoning, tools, _build_content_delimiters(turn, tools), source, thinking, in_blocks
         )
+
+
+def list_capabilities(tasks: Collection[Task], formats: ChatFormats, *, accepts_images: bool) -> list[str]:
+    """In Ollama's words."""
+    generates = "generate" in tasks
+    present = {
+        "completion": generates,
+        "tools": generates and formats.tool_format is not None,
+        "thinking": generates and formats.reasoning_format is not None,
+        "vision": accepts_images,
+        "embedding": "embed" in tasks,
+    }
+    return [name for name, is_present in present.items() if is_present]
 
 
 def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None:

@@ -4,6 +4,7 @@ from quire.engine.checkpoint.model_resolver import resolve_model, resolve_weight
 from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
+from quire.engine.gguf.file_names import GGUF_SUFFIX
 from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules
 from quire.engine.text.null_tokenizer import load_tokenizer
@@ -29,5 +30,12 @@ def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, Modul
     check_local_adapters(config, modules)
     images = make_multimodal_prompt_builder(path, tokenizer)
     return ServedModelSpec(
-        config, tokenizer, vocab_size, defaults, pooling=pooling, multimodal_prompt_builder=images
+        config,
+        tokenizer,
+        vocab_size,
+        defaults,
+        pooling=pooling,
+        multimodal_prompt_builder=images,
+        model_type=model_config.model_type,
+        weights_format="gguf" if path.suffix == GGUF_SUFFIX else "safetensors",
     ), modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from io import StringIO
@@ -11,12 +12,21 @@ from typing import Any
 
 import pytest
 
+from quire.engine.checkpoint.model_resolver import resolve_model
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import ConfigError
+from quire.server.app import create_app
 from quire.server.cli.main import main
 from quire.server.cli.models.model_names import equivalent_names
+from quire.server.cli.models.show import describe_stored
 from quire.server.cli.run.vllm import translate_arguments
+from quire.server.config import ServerConfig
+from quire.server.runtime.model_spec_loader import load_served_model_spec
+from tests.server.api import open_http
 from tests.server.cli.scripted_server import ScriptedHandler, run_in_thread
+from tests.server.fake import FakeEngine, hashed
+from tests.server.forked import FORKED
 
 SEVERAL = [{"id": "owner/one", "state": "awake"}, {"id": "qwen3:4b", "state": "unloaded"}]
 
@@ -43,7 +53,7 @@ class Handler(ScriptedHandler):
                 self.send_event(chunk)
             self.wfile.write(b"data: [DONE]\n\n")
             return
-        info = {"general.architecture": "quire", "quire.context_length": 2048}
+        info = {"general.architecture": "llama", "llama.context_length": 2048}
         self.reply({"model_info": info, "capabilities": ["completion"], "template": "{{ x }}", "parameters": "top_p 1"})
 
 
@@ -176,6 +186,20 @@ def test_show_reads_local_model_offline(
     assert main(["show", DEMO_MODEL, "--parameters", "--url", server.url]) == 0
     assert "temperature 0.7" in capsys.readouterr().out
     assert main(["show", "nothing-of-this-name", "--url", server.url]) == 1
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+async def test_show_agrees_with_server_about_the_same_model(has_template: bool, tmp_path: Path) -> None:
+    config = ServerConfig(model=str(shutil.copytree(resolve_model(DEMO_MODEL), tmp_path / "model")))
+    if not has_template:
+        file = tmp_path / "model/tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": None}))
+    app = create_app(EngineClient(FakeEngine(hashed(b"x"))), load_served_model_spec(config)[0], launch_process=FORKED)
+    async with open_http(app) as http:
+        served = (await http.post("/api/show", json={"model": config.model_names[0]})).json()
+    stored = describe_stored(config.model)
+    assert stored["Model"]["architecture"] == served["model_info"]["general.architecture"] == "llama"
+    assert stored["Capabilities"] == served["capabilities"] == ["completion", "tools"]
 
 
 def test_ps_and_stop_without_server_print_one_line_with_hint(capsys: pytest.CaptureFixture[str]) -> None:

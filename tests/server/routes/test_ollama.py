@@ -176,8 +176,11 @@ async def test_empty_request_loads_model_and_tags_list_models() -> None:
         for path in ("/api/tags", "/api/ps"):
             (first, second) = (await api.http.get(path)).json()["models"]
             assert (first["name"], second["model"]) == (NAME, "second")
+            assert (first["details"]["family"], first["details"]["format"]) == ("llama", "safetensors")
         assert (await api.http.get("/api/version")).json()["version"]
         details = await api.post("/api/show", {"model": NAME})
         assert details["capabilities"] == ["completion", "tools"]
-        assert details["model_info"]["quire.context_length"] == 2048
+        assert details["model_info"]["general.architecture"] == "llama"
+        assert details["model_info"]["llama.context_length"] == 2048
+        assert details["details"]["families"] == ["llama"]
         await api.post("/api/show", {"model": "nope"}, 404)

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.config_reader import extract_text_config
 from quire.engine.checkpoint.model_catalog import CatalogEntry, load_catalog
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_raw_config
+from quire.engine.checkpoint.overrides import load_model_config
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.common.errors import ModelError, QuireError
+from quire.engine.common.errors import ConfigError, ModelError, QuireError
 from quire.engine.gguf.file_names import part_paths
 from quire.engine.gguf.model_files import ModelFiles
-from quire.engine.text.conversation.chat_template import ChatRenderer
+from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.models.downloaded import format_size
@@ -24,6 +27,8 @@ from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
 from quire.server.cli.server_client import ServerUnreachable, server_flags
 from quire.server.cli.unknown_flags import parse_flags
+from quire.server.config import ServerConfig
+from quire.server.formats.chat_formats import ChatFormats, list_capabilities
 
 _PART_FLAGS = {
     "--license": "its licence",
@@ -46,7 +51,7 @@ def main(argv: Sequence[str], started: float) -> int:
     args = parse_flags(build_parser("quire show", __doc__, flags), argv)
     description = _describe_served(args)
     if description is None:
-        description = _describe_stored(args.name)
+        description = describe_stored(args.name)
     part = next((name[2:] for name in _PART_FLAGS if getattr(args, name[2:])), None)
     print(_format_description(description) if part is None else description.get(part, ""))
     return 0
@@ -81,7 +86,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _describe_stored(name: str) -> dict[str, Any]:
+def describe_stored(name: str) -> dict[str, Any]:
     """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
@@ -107,12 +112,33 @@ def _describe_stored(name: str) -> dict[str, Any]:
     if folder is not None:
         defaults = read_generation_defaults(folder)
         description["parameters"] = "\n".join(f"{key} {value:g}" for key, value in defaults.items())
-        renderer, description["template"] = _load_chat_renderer_and_text(folder)
-        description["Capabilities"] = [
-            "completion",
-            *(["tools"] if renderer.has_template and renderer.capabilities.shows_tools else []),
-        ]
+        templates = _StoredTemplates.from_files(folder)
+        description["template"] = "\n".join(templates.chat_templates.values())
+        description["Capabilities"] = _stored_capabilities(name, folder, templates)
     return description
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTemplates:
+    chat_templates: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def from_files(cls, path: Path) -> _StoredTemplates:
+        files = ModelFiles(path)
+        config = read_config_object(files, "tokenizer_config.json")
+        return cls(read_chat_templates(files, config), special_tokens_from_config(config))
+
+
+def _stored_capabilities(name: str, path: Path, templates: _StoredTemplates) -> list[str]:
+    """What a server with default settings reports. Returns [] for a model that it would refuse."""
+    config = ServerConfig(model=name)
+    try:
+        tasks = read_pooling_and_tasks(path, load_model_config(config, path), config)[1]
+        images = read_vision_spec(path) is not None
+        return list_capabilities(tasks, ChatFormats.from_config(config, templates), accepts_images=images)
+    except (ModelError, ConfigError):
+        return []
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
@@ -122,13 +148,6 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
         if entry is None:
             raise
         return entry.config, None
-
-
-def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
-    files = ModelFiles(path)
-    config = read_config_object(files, "tokenizer_config.json")
-    templates = read_chat_templates(files, config)
-    return ChatRenderer(templates, special_tokens_from_config(config)), "\n".join(templates.values())
 
 
 def _total_bytes(path: Path) -> int:

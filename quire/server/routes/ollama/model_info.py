@@ -7,7 +7,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from quire.engine import VERSION
+from quire.engine.common.types import EngineInfo
 from quire.server.access.admission import ModelRoute
+from quire.server.formats.chat_formats import list_capabilities
 from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.ollama import OllamaShowRequest
 from quire.server.resolve.other_apis.ollama import model_name_without_latest_tag
@@ -42,27 +44,27 @@ async def show(request: Request) -> dict[str, Any]:
     body = await parse_request_body(request, OllamaShowRequest)
     model, info = get_model(request), get_runtime(request).info
     model.resolve_model_name(model_name_without_latest_tag(body.model or body.name, model))
-    capabilities = ["completion"] if "generate" in model.tasks else []
-    capabilities += ["tools"] if model.chat_formats.tool_format is not None else []
-    capabilities += ["thinking"] if model.chat_formats.reasoning_format is not None else []
-    capabilities += ["vision"] if model.multimodal_prompt_builder is not None else []
-    capabilities += ["embedding"] if "embed" in model.tasks else []
-    about = {"general.architecture": "quire", "quire.context_length": model.context_length}
+    accepts_images = model.multimodal_prompt_builder is not None
+    about = {
+        "general.architecture": model.model_type,
+        f"{model.model_type}.context_length": model.context_length,
+    }
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in model.sampling_defaults.items()),
         "template": model.chat_formats.template_text,
-        "details": _model_details(info.quantization or info.dtype),
+        "details": _details_of_served_model(model, info),
         "model_info": about | {"general.basename": model.names[0]},
-        "capabilities": capabilities,
+        "capabilities": list_capabilities(model.tasks, model.chat_formats, accepts_images=accepts_images),
         "modified_at": _modified_at(model),
     }
 
 
 def tags_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
     model, info = runtime.model, runtime.info
-    about = {"digest": model.fingerprint, "modified_at": _modified_at(model), "size": info.weight_bytes}
-    return [model_entry(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
+    about: dict[str, Any] = {"digest": model.fingerprint, "modified_at": _modified_at(model), "size": info.weight_bytes}
+    about["details"] = _details_of_served_model(model, info)
+    return [model_entry(name) | about for name in (*model.names, *model.adapters)]
 
 
 def ps_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
@@ -71,17 +73,21 @@ def ps_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
     return [{**each, **static_fields, "size_vram": size} for each in tags_entries(runtime)]
 
 
-def model_entry(name: str, quantization: str = "") -> dict[str, Any]:
-    """Describes a model. Ollama's client shows the digest's first twelve characters."""
-    return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _model_details(quantization)}
+def model_entry(name: str) -> dict[str, Any]:
+    """Describes a model that is not loaded. Ollama's client shows the digest's first twelve characters."""
+    return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _model_details()}
 
 
-def _model_details(quantization: str) -> dict[str, Any]:
+def _details_of_served_model(model: ServedModel, info: EngineInfo) -> dict[str, Any]:
+    return _model_details(model.model_type, model.weights_format, info.quantization or info.dtype)
+
+
+def _model_details(family: str = "", weights_format: str = "", quantization: str = "") -> dict[str, Any]:
     return {
         "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
+        "format": weights_format,
+        "family": family,
+        "families": [family] if family else [],
         "parameter_size": "",
         "quantization_level": quantization,
     }
