@@ -247,9 +247,22 @@ class GrammarCompiler:
             source = LLMatcher.grammar_from_lark(to_lark(grammar.text))
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits[max_lexer_states])
         if matcher.is_error():
-            raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
+            raise InvalidRequest(_explain_grammar_error(matcher.get_error()[:1000].strip()), param="grammar")
         size = max(heap_bytes() - before, _MIN_BYTES_PER_CHARACTER * len(grammar.text))
         return matcher, size
+
+
+def _explain_grammar_error(message: str) -> str:
+    """Rewords llguidance's messages about JSON schemas, also of those inside a Lark grammar, that name its own options
+    or parts. Returns others unchanged.
+    """
+    if keys := re.search(r"Unimplemented keys: \[(.*)\]", message):
+        return f"the JSON schema has keywords that cannot be enforced: {keys[1]}; leave them out"
+    if "oneOf constraints are not supported" in message:
+        return "the JSON schema has a oneOf whose alternatives may overlap, which cannot be enforced: use anyOf"
+    if reference := re.search(r"Resource '(.*)' is not present in a registry", message):
+        return f"the JSON schema refers to {reference[1]!r}, which is not fetched: copy it into $defs"
+    return message
 
 
 def to_lark(text: str) -> str:

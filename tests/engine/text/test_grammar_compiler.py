@@ -446,6 +446,28 @@ def test_invalid_grammar_is_rejected(grammar: Grammar) -> None:
     compiler.check_grammar(DATE)
 
 
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (
+            {"not": {}, "uniqueItems": True},
+            'has keywords that cannot be enforced: "not", "uniqueItems"; leave them out',
+        ),
+        ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "has a oneOf whose alternatives may overlap"),
+        ({"$ref": "https://example.com/a"}, "refers to 'https://example.com/a', which is not fetched"),
+    ],
+)
+@pytest.mark.parametrize("in_lark", [False, True])
+def test_unsupported_schema_is_explained_without_options_of_the_library(
+    schema: dict[str, Any], says: str, in_lark: bool
+) -> None:
+    compiler = GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
+    grammar = Grammar("lark", f"start: {lark_json_rule(schema)}") if in_lark else json_grammar(schema)
+    with pytest.raises(InvalidRequest) as raised:
+        compiler.check_grammar(grammar)
+    assert raised.value.message.startswith(f"the JSON schema {says}")
+
+
 @pytest.mark.parametrize("schema", [3, "x", None, [], False])
 def test_json_grammar_rejects_non_schema(schema: object) -> None:
     with pytest.raises(InvalidRequest):

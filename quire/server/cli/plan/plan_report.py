@@ -422,7 +422,8 @@ def _speed_lines(estimate: Estimate) -> list[tuple[str, str]]:
         ),
         (
             "prefill",
-            f"{most} {estimate.context / first:,.0f} tokens/s; {estimate.context:,} take {_format_duration(first)} {least}",
+            f"{most} {estimate.context / first:,.0f} tokens/s; "
+            f"{estimate.context:,} take {_format_duration(first)} {least}",
         ),
     ]
 
