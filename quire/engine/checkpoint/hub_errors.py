@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.common.errors import ConfigError, ModelError
+from quire.engine.common.errors import ConfigError, HubUnreachable, ModelError
 
 if TYPE_CHECKING:
     from quire.engine.checkpoint.hub_names import HubName
@@ -21,7 +21,7 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    """Raises ModelError for errors of the hub's client."""
+    """Raises ModelError for errors of the hub's client, HubUnreachable if there is no answer."""
     # HTTPError is the HTTP library's base class, also of connection errors.
     from huggingface_hub.errors import HTTPError
 
@@ -30,7 +30,14 @@ def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, HTTPError) as error:
-        raise ModelError(f"model: {_explain_error(error, name, revision)}") from error
+        reason = _explain_error(error, name, revision)
+        if reason is None:
+            raise HubUnreachable(
+                f"model: {name.repo!r} is not a directory, and the hub cannot be reached at {_hub_endpoint()}: check "
+                "the network, HF_ENDPOINT and HTTPS_PROXY. Without the hub, `quire serve` takes a directory, a GGUF "
+                "file or smollm2 (a Python package)"
+            ) from error
+        raise ModelError(f"model: {reason}") from error
     except RuntimeError as error:  # raised by hf_xet
         if "No space left" in str(error):
             raise ModelError(f"model: {_disk_full_message(name)}") from error
@@ -38,7 +45,8 @@ def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
         raise ModelError(f"model: {name.repo} cannot be downloaded: {first_line[:200]}") from error
 
 
-def _explain_error(error: Exception, name: HubName, revision: str | None) -> str:
+def _explain_error(error: Exception, name: HubName, revision: str | None) -> str | None:
+    """Returns None if the hub cannot be reached."""
     from huggingface_hub import errors, is_offline_mode
 
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
@@ -51,10 +59,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
     write_failure = _explain_write_failure(error, name) if isinstance(error, OSError) else None
     if write_failure is not None:
         return write_failure
-    return (
-        f"{name.repo!r} is not a directory, and the hub cannot be reached at {_hub_endpoint()} to download it: give "
-        "the path of a copy (for quire plan a config.json will do)"
-    )
+    return None
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:

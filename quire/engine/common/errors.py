@@ -111,6 +111,10 @@ class ModelError(ConfigError):
         super().__init__(message, param="model")
 
 
+class HubUnreachable(ModelError):
+    """The model is not on this machine, and its hub does not answer."""
+
+
 def may_succeed_later(error: Exception) -> bool:
     """True if the same request may succeed later or on another server."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)

@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.checkpoint.model_resolver import read_raw_config, resolve_model
 from quire.engine.common.errors import ModelError
+from quire.server.cli.main import main
 from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
 
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8}).encode()
@@ -181,12 +182,25 @@ def test_hf_token_opens_gated_and_private_models(name: str, hub: Hub, monkeypatc
     assert (resolve_model(name) / "model.safetensors").read_bytes() == b"w"
 
 
-def test_unknown_revision_and_hub_failures_are_reported(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_revision_and_hub_failures_are_reported(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert refusal("own/both", "v9") == "model: revision: own/both has no branch, tag or commit 'v9'"
     hub.status = 503
     assert "the hub answers 503 for own/both: try again later" in refusal("own/both")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
-    assert "the hub cannot be reached at http://127.0.0.1:1" in refusal("own/both")
+    unreachable = refusal("own/both")
+    assert (
+        "the hub cannot be reached at http://127.0.0.1:1: check the network, HF_ENDPOINT and HTTPS_PROXY" in unreachable
+    )
+    assert "smollm2" in unreachable
+    assert "plan" not in unreachable
+    for command, hint in (
+        ("pull", "GGUF file or smollm2 (a Python package)\n"),
+        ("plan", "only the model's config.json\n"),
+    ):
+        assert main([command, "own/both"]) == 1
+        assert capsys.readouterr().err.endswith(hint)
 
 
 def test_read_raw_config_downloads_only_gguf_header(hub: Hub) -> None:

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.overrides import merge_overrides, read_raw_config_with_overrides
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.common.errors import ConfigError
+from quire.engine.common.errors import ConfigError, HubUnreachable
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
@@ -117,7 +117,10 @@ def _read_model(config: ServerConfig) -> _ModelToPlan:
         raw, stored = catalog_config_and_weights(entry)
         raw = merge_overrides(raw, config.hf_overrides or {})
         return _ModelToPlan(raw, None, model_sizes_with_served_context(config, raw), stored)
-    raw, folder = read_raw_config_with_overrides(config)
+    try:
+        raw, folder = read_raw_config_with_overrides(config)
+    except HubUnreachable as error:
+        raise HubUnreachable(f"{error}; `quire plan` needs only the model's config.json") from None
     sizes = model_sizes_with_served_context(config, raw)
     stored = None if folder is None else read_checkpoint_size(folder, make_main_model_filter(sizes.num_layers))
     return _ModelToPlan(raw, folder, sizes, stored)
