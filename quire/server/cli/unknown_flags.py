@@ -35,16 +35,41 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Drops flags without effect and prints why. Exits with status 2 for unknown flags."""
+    """Drops flags without effect and prints why. Flags may stand between positional arguments. Exits with status 2 for
+    unknown flags.
+    """
     known = parser._option_string_actions
-    arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv[:split])]
     arguments = _drop_redundant_flags(
         parser, _translate_local_data_parallel_flags(known, _normalize_switches(known, arguments))
     )
-    args, unknown = parser.parse_known_args(_merge_object_flags(parser, arguments))
+    args, unknown = _parse_intermixed_args(parser, _merge_object_flags(parser, arguments), argv[split:])
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_flags_message(unknown, known)}")
     return args
+
+
+def _parse_intermixed_args(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], positionals: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Like parser.parse_known_intermixed_args, which confuses flags with what follows `--`. `positionals` begins with
+    `--`, or is empty.
+    """
+    actions, usage = parser._actions, parser.usage
+    parser.usage = parser.format_usage().removeprefix("usage: ").replace("%", "%%")  # with the positional arguments
+    required = [action for action in actions if action.option_strings and action.required]
+    try:
+        parser._actions = [action for action in actions if action.option_strings]
+        args, rest = parser.parse_known_args(arguments)
+        parser._actions = actions
+        for action in required:
+            action.required = False
+        return parser.parse_known_args([*rest, *positionals], args)
+    finally:
+        parser._actions, parser.usage = actions, usage
+        for action in required:
+            action.required = True
 
 
 def _translate_flag(argument: str, known: Container[str]) -> str:

@@ -97,6 +97,29 @@ def test_run_prints_answer_to_prompt_and_sends_flags(
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "owner/one --format json --verbose Why so?",
+        "--verbose owner/one --format json Why so?",
+        "owner/one Why --verbose so? --format json",
+        "--format=json --think owner/one --verbose Why so?",
+        "owner/one --verbose --think Why --format json -- so?",
+    ],
+)
+def test_run_accepts_flags_anywhere(
+    line: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_stdin(monkeypatch, "")
+    assert main(["run", "--url", server.url, *line.split()]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, "eval count" in printed.err) == ("Because.\n", True)
+    ((_, body),) = server.asked
+    assert (body["model"], body["response_format"]) == ("owner/one", {"type": "json_object"})
+    assert body["messages"] == [{"role": "user", "content": "Why so?"}]
+    assert body.get("chat_template_kwargs") == ({"enable_thinking": True} if "--think" in line else None)
+
+
 def test_piped_text_precedes_prompt(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     set_stdin(monkeypatch, "A long\ntext.\n")
     assert main(["run", "owner/one", "Sum it up", "--url", server.url]) == 0
@@ -127,14 +150,14 @@ def test_run_without_required_arguments_exits_with_message(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--format", "yaml"], ["--think", "hard"]])
+@pytest.mark.parametrize("argv", [["--format", "yaml"], ["--think=hard"]])
 def test_run_rejects_unknown_flag_value_in_one_line(
     argv: list[str], server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_stdin(monkeypatch, "")
     assert main(["run", "owner/one", "Hi", "--url", server.url, *argv]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"quire run: {argv[0]}: ")
+    assert error.startswith(f"quire run: {argv[0].partition('=')[0]}: ")
     assert error.count("\n") == 1
 
 

@@ -17,6 +17,7 @@ from quire.engine.settings.settings_reader import load_settings, preset_names
 from quire.engine.unsupported_options import flag_aliases, foreign_flags
 from quire.server.cli import main as cli
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
+from quire.server.cli.unknown_flags import parse_flags
 from quire.server.config import ServerConfig
 
 
@@ -210,6 +211,32 @@ def test_unknown_flags_are_answered_with_advice(capsys: pytest.CaptureFixture[st
         "  --zzz: not known; see --help",
     ]
     assert "  b: one argument too many" in usage_error(capsys, "a", "b")
+
+
+def test_flags_may_stand_between_positional_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="small", allow_abbrev=False)
+    parser.add_argument("name")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--size", type=int, required=True)
+    assert vars(parse_flags(parser, ["a", "--size", "2", "b", "--", "--max_size", "-m", "c"])) == {
+        "name": "a",
+        "words": ["b", "--max_size", "-m", "c"],
+        "size": 2,
+    }
+    for argv in (["a"], ["--size", "2"], ["a", "--size", "2", "--zzz", "b"]):
+        with pytest.raises(SystemExit):
+            parse_flags(parser, argv)
+    error = capsys.readouterr().err
+    for text in (
+        "usage: small [-h] --size SIZE name [words ...]",
+        "are required: --size",
+        "are required: name",
+        "--zzz: not known",
+    ):
+        assert text in error
+    with pytest.raises(SystemExit):
+        parse_flags(parser, ["--help"])
+    assert "usage: small [-h] --size SIZE name [words ...]" in capsys.readouterr().out
 
 
 def test_flags_without_effect_are_ignored_and_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,12 @@ _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
 """Ollama's switches for what Quire does by default."""
+_THINK_VALUES = ("true", "false", "low", "medium", "high")
 
 
 def main(argv: Sequence[str], started: float) -> int:
     parser = _build_run_parser()
-    args, config = parse_settings(parser, argv, ServerConfig, "name")
+    args, config = parse_settings(parser, _close_think_flag(argv), ServerConfig, "name")
     if args.name is None and "model" not in config.model_fields_set:
         parser.error(
             "give a model: `quire run MODEL`, `quire run MODEL PROMPT`, or `quire run FILE.jsonl -o OUT.jsonl`"
@@ -103,6 +104,15 @@ def _build_run_parser() -> argparse.ArgumentParser:
     )
     add_settings_flags(parser, ServerConfig, {EngineConfig: "the engine, where no server has the model"})
     return parser
+
+
+def _close_think_flag(argv: Sequence[str]) -> list[str]:
+    """Keeps `--think` from taking the model or a word of the prompt as its value."""
+    arguments = []
+    for argument, following in zip(argv, [*argv, ""][1:], strict=True):
+        is_switch = argument == "--think" and following.lower() not in _THINK_VALUES
+        arguments.append("--think=true" if is_switch else argument)
+    return arguments
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
