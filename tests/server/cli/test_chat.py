@@ -222,6 +222,54 @@ def test_rejected_message_is_dropped_and_partial_answer_is_kept(server: Scripted
     assert [message["content"] for message in server.bodies[2]["messages"]] == ["break", "you said ", "one"]
 
 
+def test_cut_answer_is_reported_on_stderr(server: ScriptedServer, chat: Chat) -> None:
+    notice = "quire chat: cut at max tokens"
+    limits = "the server's limit, or the end of the context"
+    said = "you said cut\u00e9\n"
+    assert chat("cut\n") == (0, said, f"{notice}: {limits}\n")
+    assert chat("cut\none\n", "--max-tokens", "8") == (0, f"{said}you said one\u00e9\n", f"{notice}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "status"),
+    [
+        ("cut", [], 0),
+        ("cut", ["--format", "json"], 1),
+        ("cut", ["--format", '{"type": "object"}'], 1),
+        ("one", ["--format", "json"], 0),
+    ],
+)
+@pytest.mark.parametrize("is_piped", [True, False])
+def test_run_reports_cut_answer_and_fails_if_it_has_a_format(
+    text: str,
+    flags: list[str],
+    status: int,
+    is_piped: bool,
+    server: ScriptedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(text if is_piped else ""))
+    prompt = [] if is_piped else [text]
+    assert main(["run", "echo", *prompt, "--url", server.url, "--max-tokens", "8", *flags]) == status
+    notice = "quire run: cut at max tokens\n" if text == "cut" else ""
+    assert capsys.readouterr() == (f"you said {text}\u00e9\n", notice)
+
+
+@pytest.mark.parametrize("argv", [["refuse"], []])
+def test_run_names_itself_in_errors(
+    argv: list[str], server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    monkeypatch.setattr("quire.server.cli.chat.run._read_prompt", lambda words: " ".join(words) or None)
+    if not argv:  # lines of a conversation, as if stdin were a terminal and stdout a pipe
+        monkeypatch.setattr("sys.stdin", StringIO("/image nowhere.png\nrefuse\n"))
+    assert main(["run", "echo", *argv, "--url", server.url]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 - len(argv)
+    assert all(line.startswith("quire run: ") for line in lines)
+
+
 def test_exit_status_is_1_when_last_message_was_rejected(chat: Chat) -> None:
     assert chat("refuse\n")[0] == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -91,6 +92,7 @@ def test_run_prints_answer_to_prompt_and_sends_flags(
     printed = capsys.readouterr()
     assert printed.out == "Because.\n"
     assert "eval count:           2 token(s)" in printed.err
+    assert re.search(r"^eval rate: +\d+\.\d\d tokens/s \(eval count / total duration\)$", printed.err, re.MULTILINE)
     ((_, body),) = server.asked
     assert body["messages"] == [{"role": "user", "content": "Why so?"}]
     assert (body["model"], body["response_format"]) == ("owner/one", {"type": "json_object"})

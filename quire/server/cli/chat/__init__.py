@@ -82,11 +82,12 @@ def main(argv: Sequence[str], started: float) -> int:
     if not args.url:
         pull_configured_model_if_missing(config)
     with ExitStack() as stack:
-        return run_chat(stack, args.url, config, args, requested_model, given_options)
+        return run_chat(stack, parser.prog, args.url, config, args, requested_model, given_options)
 
 
 def run_chat(
     stack: ExitStack,
+    program: str,
     url: str | None,
     config: ServerConfig,
     args: argparse.Namespace,
@@ -95,9 +96,8 @@ def run_chat(
 ) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
-        return chat_over_pipes(
-            ChatSession(http, choose_model(http, requested_model), options, args.system), sys.stdin, sys.stdout
-        )
+        chat = ChatSession(http, choose_model(http, requested_model), options, args.system)
+        return chat_over_pipes(chat, program, sys.stdin, sys.stdout)
     from rich.console import Console
 
     from quire.server.cli.chat import terminal

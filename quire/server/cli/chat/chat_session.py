@@ -24,6 +24,16 @@ class ChatSession:
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def truncation_notice(self) -> str:
+        is_set = "max_tokens" in self.options or "max_completion_tokens" in self.options
+        return "cut at max tokens" if is_set else "cut at max tokens: the server's limit, or the end of the context"
+
+    @property
+    def answer_status(self) -> int:
+        """The exit status: 1 if the last answer was to have a format, but was cut."""
+        return int(self.was_truncated and "response_format" in self.options)
+
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Keeps the part of an interrupted answer that was received. If nothing was received, a refusal drops `text`
         and the pending images. Raises QuireError.

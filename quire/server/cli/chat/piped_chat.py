@@ -10,16 +10,17 @@ from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.commands import handle_line
 
 
-def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
+def chat_over_pipes(chat: ChatSession, program: str, stdin: TextIO, out: TextIO) -> int:
+    """Returns the last answer's status. Errors begin with `program`."""
     status = 0
     for line in _read_messages(stdin):
-        outcome = handle_line(chat, line, partial(print, file=out), _print_error)
+        outcome = handle_line(chat, line, partial(print, file=out), partial(_print_error, program))
         if outcome.should_exit:
             break
         if outcome.draft is not None:
             print("/edit needs the new text here", file=out)
         if outcome.prompt is not None:
-            status = send_and_print_answer(chat, outcome.prompt, out)
+            status = send_and_print_answer(chat, program, outcome.prompt, out)
     return status
 
 
@@ -39,11 +40,12 @@ def _read_messages(stdin: TextIO) -> Iterator[str]:
         yield rest
 
 
-def _print_error(why: str) -> None:
-    print(f"quire chat: {why}", file=sys.stderr)
+def _print_error(program: str, why: str) -> None:
+    print(f"{program}: {why}", file=sys.stderr)
 
 
-def send_and_print_answer(chat: ChatSession, text: str, out: TextIO) -> int:
+def send_and_print_answer(chat: ChatSession, program: str, text: str, out: TextIO) -> int:
+    """Returns 1 for errors, and for incomplete answers in a format. Errors begin with `program`."""
     answer = chat.stream_answer(text)
     try:
         for piece in answer:
@@ -51,9 +53,11 @@ def send_and_print_answer(chat: ChatSession, text: str, out: TextIO) -> int:
     except KeyboardInterrupt:
         print(" [stopped]", end="", file=out)
     except QuireError as error:
-        _print_error(str(error))
+        _print_error(program, str(error))
         return 1
     finally:
         answer.close()
         print(file=out, flush=True)
-    return 0
+    if chat.was_truncated:
+        _print_error(program, chat.truncation_notice)
+    return chat.answer_status

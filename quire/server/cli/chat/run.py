@@ -48,11 +48,11 @@ def main(argv: Sequence[str], started: float) -> int:
         pull_configured_model_if_missing(config)
     with ExitStack() as stack:
         if prompt is None:
-            return run_chat(stack, url, config, args, requested_model, options)
+            return run_chat(stack, parser.prog, url, config, args, requested_model, options)
         http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         chat = ChatSession(http, choose_model(http, requested_model), options, args.system)
         began = time.perf_counter()
-        status = send_and_print_answer(chat, prompt, sys.stdout)
+        status = send_and_print_answer(chat, parser.prog, prompt, sys.stdout)
         if args.verbose:
             _print_speed(chat, time.perf_counter() - began)
         return status
@@ -86,7 +86,10 @@ def _build_run_parser() -> argparse.ArgumentParser:
                 "metavar": "N",
                 "help": "maximum tokens per answer; default: as many as the context allows",
             },
-            "--format": {"metavar": "json|SCHEMA", "help": "answer in JSON, or according to a JSON schema"},
+            "--format": {
+                "metavar": "json|SCHEMA",
+                "help": "answer in JSON, or according to a JSON schema; the exit status is 1 if the answer is cut",
+            },
             "--think": {
                 "nargs": "?",
                 "const": "true",
@@ -170,4 +173,4 @@ def _print_speed(chat: ChatSession, seconds: float) -> None:
     print(f"\ntotal duration:       {seconds:.3f}s", file=sys.stderr)
     print(f"prompt eval count:    {prompt} token(s)", file=sys.stderr)
     print(f"eval count:           {generated} token(s)", file=sys.stderr)
-    print(f"eval rate:            {generated / seconds:.2f} tokens/s, of all of that time", file=sys.stderr)
+    print(f"eval rate:            {generated / seconds:.2f} tokens/s (eval count / total duration)", file=sys.stderr)

@@ -55,7 +55,7 @@ def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> in
         with hide_typed_keys():
             print_stream(console, answer, "thinking")
         if chat.was_truncated:
-            console.print("[dim]cut at max tokens[/]")
+            console.print(f"[dim]{chat.truncation_notice}[/]")
     except KeyboardInterrupt:
         console.print("[dim]stopped; /retry asks again[/]")
     except QuireError as error:
@@ -64,7 +64,7 @@ def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> in
     finally:
         answer.close()
         console.print()
-    return 0
+    return chat.answer_status
 
 
 def _key_bindings() -> KeyBindings:
