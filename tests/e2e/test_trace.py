@@ -36,7 +36,7 @@ def test_trace_command_records_engine_steps_and_phases(tmp_path: Path, capsys: p
     assert max(event["args"]["rows"] for event in steps) == 3
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert cli.main(["trace", "--url", server.url, "--api-key", "wrong"]) == 1
-    assert "401" in capsys.readouterr().err
+    assert "Incorrect API key provided (--api-key KEY" in capsys.readouterr().err
     assert cli.main(["trace", "--url", server.url, "--seconds", "999", "--api-key", "secret"]) == 1
     assert "seconds" in capsys.readouterr().err
     assert server.stop() == 0

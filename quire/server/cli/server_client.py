@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import ssl
 from pathlib import Path
@@ -10,6 +11,8 @@ import httpx
 
 from quire.engine.common.errors import ConfigError, EngineError, QuireError
 from quire.engine.unsupported_options import suggest_nearest
+
+API_KEY_HINT = "--api-key KEY, or the variable OPENAI_API_KEY"
 
 
 def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
@@ -54,13 +57,27 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
     return context
 
 
+class KeyRefused(EngineError):
+    """The server requires another API key."""
+
+
 def error_from_response(response: httpx.Response) -> QuireError:
+    """The response must have been read."""
+    message = error_message(response.content) or f"HTTP {response.status_code} from {response.url}"
+    if response.status_code == 401:
+        return KeyRefused(f"{message} ({API_KEY_HINT})")
+    return EngineError(message)
+
+
+def error_message(body: bytes) -> str:
+    """Reads errors in the formats of OpenAI, Anthropic, Cohere and Ollama. Returns "" for other bodies."""
     try:
-        message = str(response.json()["error"]["message"])
-        way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
-        return EngineError(message + way)
-    except (ValueError, KeyError, TypeError):
-        return EngineError(f"HTTP {response.status_code} from {response.url}")
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    error = content.get("error", content) if isinstance(content, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""
 
 
 class ServerUnreachable(EngineError):

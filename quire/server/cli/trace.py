@@ -12,6 +12,7 @@ from quire.server.cli.flags import build_parser
 from quire.server.cli.server_client import (
     auth_headers,
     client_ssl_context,
+    error_from_response,
     normalize_server_url,
     server_flags,
     unreachable_error,
@@ -51,9 +52,9 @@ def main(argv: Sequence[str], started: float) -> int:
             timeout=args.seconds + 30,
             verify=client_ssl_context(args.cacert),
         )
-        args.output.write_bytes(response.raise_for_status().content)
-    except httpx.HTTPStatusError as error:
-        raise ConfigError(f"{url} answered {error.response.status_code}: {error.response.text}") from None
+        if response.is_error:
+            raise error_from_response(response)
+        args.output.write_bytes(response.content)
     except httpx.HTTPError as error:
         raise unreachable_error(url, error) from None
     except OSError as error:

@@ -7,6 +7,7 @@ import os
 import shutil
 import ssl
 import subprocess
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.types import EngineInfo
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.bench.stream_client import StreamClient
-from quire.server.cli.server_client import client_ssl_context, fetch_model_names, normalize_server_url
+from quire.server.cli.main import main
+from quire.server.cli.server_client import (
+    client_ssl_context,
+    error_message,
+    fetch_model_names,
+    normalize_server_url,
+)
 from quire.server.config import ServerConfig
 from quire.server.http.server import tls_context
 from tests.server.fake import FakeEngine, hashed
@@ -68,6 +75,53 @@ async def test_connection_errors_name_cause_and_remedy(paths: dict[str, Path]) -
         tls = port.url.replace("http", "https")
         assert "a server without TLS is at http://" in await asyncio.to_thread(model_list_error, tls)
     assert "is it started?" in await asyncio.to_thread(model_list_error, port.url)
+
+
+COMMANDS_WITH_SERVER = (
+    "chat",
+    "chat quire-demo",
+    "run quire-demo Hi",
+    "batch list",
+    "batch status batch_1",
+    "ps",
+    "stop quire-demo",
+    "show quire-demo",
+    "trace",
+    "bench serve",
+    "bench serve --model quire-demo --output-len 2",
+)
+
+
+@pytest.mark.parametrize("key", [[], ["--api-key", "wrong"]])
+async def test_every_command_says_how_to_give_the_servers_key(
+    key: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    async with serving(FakeEngine(hashed(b"abc")), api_key=["secret"]) as port:
+        for command in COMMANDS_WITH_SERVER:
+            monkeypatch.setattr("sys.stdin", StringIO("" if command.startswith("run") else "Hi"))
+            assert await asyncio.to_thread(main, [*command.split(), "--url", port.url, *key]) == 1, command
+            error = capsys.readouterr().err
+            assert error.startswith(f"quire {command.split()[0]}: "), error
+            assert ("Incorrect API key" if key else "provide an API key") in error
+            assert error.endswith(" (--api-key KEY, or the variable OPENAI_API_KEY)\n")
+            assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "no"}}', "no"),
+        (b'{"type": "error", "error": {"type": "x", "message": "no"}}', "no"),
+        (b'{"id": "1", "message": "no"}', "no"),
+        (b'{"error": "no"}', "no"),
+        (b'{"error": {"message": 3}}', ""),
+        (b'["no"]', ""),
+        (b"<html>", ""),
+    ],
+)
+def test_error_message_reads_formats_of_all_apis(body: bytes, message: str) -> None:
+    assert error_message(body) == message
 
 
 @pytest.mark.parametrize("text", ["", "ftp://host", "http://", "host:port", "http://host:99999"])

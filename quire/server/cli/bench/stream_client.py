@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from quire.server.cli.server_client import normalize_server_url
+from quire.server.cli.server_client import API_KEY_HINT, normalize_server_url
 
 TIMEOUT_SECONDS = 1800.0
 MAX_ERROR_CHARACTERS = 200
@@ -155,6 +155,7 @@ class _StreamConnection(asyncio.Protocol):
         status = (self._parser.get_status_code() or None) if self.has_received else None
         if status not in (None, 200):
             text = self._buffer.decode(errors="replace").strip()[:MAX_ERROR_CHARACTERS]
+            text += f" ({API_KEY_HINT})" if status == 401 else ""
             self._end_future.set_exception(StreamError(f"HTTP {status} {text}".rstrip(), status))
         elif failed or not self._saw_done_event:
             self._end_future.set_exception(StreamError(missing[:MAX_ERROR_CHARACTERS], status))

@@ -25,7 +25,7 @@ from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.models.downloaded import format_size
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
-from quire.server.cli.server_client import ServerUnreachable, server_flags
+from quire.server.cli.server_client import KeyRefused, ServerUnreachable, server_flags
 from quire.server.cli.unknown_flags import parse_flags
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats, list_capabilities
@@ -65,7 +65,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
             if name is None:
                 return None
             details = request_json(http, "POST", "/api/show", {"model": name})
-    except ServerUnreachable:
+    except (KeyRefused, ServerUnreachable):
         if args.url != LOCAL_URL:
             raise
         return None
