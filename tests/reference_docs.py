@@ -91,7 +91,7 @@ def _flags_of_command(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or "-h" in action.option_strings:
             continue
-        if _is_setting(action):
+        if _is_setting(action) or action.dest == "config":  # settings.md explains --config
             has_settings = True
             continue
         shown = formatter._expand_help(action) if action.help else ""

@@ -5,6 +5,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+REQUEST_FILE_FLAGS: dict[str, Any] = {
+    "-o --output": {
+        "metavar": "OUT.jsonl",
+        "type": Path,
+        "help": "file for the results, one per line; - is stdout",
+    },
+    "--resume": {
+        "action": "store_true",
+        "help": "keep the results in OUT.jsonl, and run only requests that are missing or may succeed now",
+    },
+    "--retry-refused": {
+        "action": "store_true",
+        "help": "with --resume, also retry requests that were refused for good",
+    },
+    "--concurrency": {
+        "type": int,
+        "metavar": "N",
+        "help": "number of requests at once (default: --max-num-seqs)",
+    },
+    "--served-model-name": {
+        "nargs": "+",
+        "metavar": "TEXT",
+        "default": argparse.SUPPRESS,
+        "help": "names that the requests may use for the model",
+    },
+}
+"""Flags of `quire run FILE.jsonl -o OUT.jsonl`."""
+
 
 class ExclusiveFlags(dict[str, Any]): ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -21,7 +22,6 @@ from quire.server.app import create_app
 from quire.server.cli.main import main
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.show import describe_stored
-from quire.server.cli.run.vllm import translate_arguments
 from quire.server.config import ServerConfig
 from quire.server.runtime.model_spec_loader import load_served_model_spec
 from tests.server.api import open_http
@@ -241,17 +241,77 @@ def test_equivalent_names_include_catalog_and_hub_name() -> None:
     assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in equivalent_names("qwen3:4b")
 
 
-def test_run_batch_translates_vllm_arguments() -> None:
-    for given, translated in (
-        (
-            "-i in.jsonl --output-file=out.jsonl --model m --enable-metrics --port 9 --url=x",
-            "in.jsonl --output out.jsonl --model m",
-        ),
-        ("--input_file a -o b --response-role assistant", "a --output b"),
-    ):
-        assert translate_arguments(given.split()) == translated.split()
-    with pytest.raises(ConfigError, match="download it first"):
-        translate_arguments(["-i", "https://example.com/in.jsonl"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-i in.jsonl --output-file=out.jsonl --model m --enable-metrics --port 9 --url=x",
+        "--input_file in.jsonl -o out.jsonl --response-role assistant --model m",
+        "in.jsonl --output out.jsonl --model m",
+    ],
+)
+def test_run_batch_accepts_vllm_flags(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[str, str, str]] = []
+
+    def record(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
+        runs.append((str(args.file), str(args.output), config.model))
+        return 0
+
+    monkeypatch.setattr("quire.server.cli.run._run_file", record)
+    assert main(["run-batch", *line.split()]) == 0
+    assert runs == [("in.jsonl", "out.jsonl", "m")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "required: -i/--input-file"),
+        ("-i in.jsonl", "required: -o/--output"),
+        ("-i", "argument -i/--input-file: expected one argument"),
+        ("-i https://example.com/in.jsonl -o out", "https://example.com/in.jsonl is not a local file"),
+        ("-i in.jsonl -o s3://bucket/out", "s3://bucket/out is not a local file"),
+        ("-i in.jsonl -o out --concurrency 0", "argument --concurrency: must be at least 1"),
+    ],
+)
+def test_run_batch_names_itself_and_its_flags_in_errors(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run-batch", *line.split()])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: quire run-batch -i FILE.jsonl -o OUT.jsonl ")
+    assert error.splitlines()[-1].startswith("quire run-batch: error: ")
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("run", ("-o OUT.jsonl", "--resume", "--retry-refused", "--concurrency N", "--served-model-name TEXT")),
+        ("run -o x", ("FILE.jsonl", "-o OUT.jsonl", "--resume", "--retry-refused", "--served-model-name TEXT")),
+        ("run-batch", ("-i FILE.jsonl", "--output-file OUT.jsonl", "--resume", "--served-model-name TEXT")),
+    ],
+)
+def test_help_lists_flags_of_request_files(
+    command: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shown in ("--help", "--help=all"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), shown])
+        usage, _, options = capsys.readouterr().out.partition("\n\n")
+        assert usage.startswith(f"usage: quire {command.split()[0]} ")
+        for flag in flags:
+            assert flag in options
+        if shown == "--help":
+            assert options.endswith(f" more flags: quire {command.split()[0]} --help=all\n")
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--retry-refused", "--concurrency=2", "--served-model-name=x"])
+def test_run_refuses_flags_of_request_files_with_a_prompt(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "owner/one", "Hi", flag])
+    name = flag.partition("=")[0]
+    assert f"{name} is for a file of requests: quire run FILE.jsonl -o OUT.jsonl" in capsys.readouterr().err
 
 
 def test_collect_env_prints_versions_without_secrets(

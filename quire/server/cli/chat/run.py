@@ -18,7 +18,7 @@ from quire.engine.common.errors import ConfigError, ModelError
 from quire.server.cli.chat import open_client_or_start_server, run_chat
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import send_and_print_answer
-from quire.server.cli.flags import build_parser
+from quire.server.cli.flags import REQUEST_FILE_FLAGS, FlagGroup, build_parser
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.server_client import auth_headers, choose_model, normalize_server_url, server_flags
@@ -35,6 +35,9 @@ _THINK_VALUES = ("true", "false", "low", "medium", "high")
 def main(argv: Sequence[str], started: float) -> int:
     parser = _build_run_parser()
     args, config = parse_settings(parser, _close_think_flag(argv), ServerConfig, "name")
+    for name in ("output", "resume", "retry_refused", "concurrency", "served_model_name"):
+        if getattr(args, name, None) not in (None, False):
+            parser.error(f"--{name.replace('_', '-')} is for a file of requests: quire run FILE.jsonl -o OUT.jsonl")
     if args.name is None and "model" not in config.model_fields_set:
         parser.error(
             "give a model: `quire run MODEL`, `quire run MODEL PROMPT`, or `quire run FILE.jsonl -o OUT.jsonl`"
@@ -99,6 +102,7 @@ def _build_run_parser() -> argparse.ArgumentParser:
             "--keepalive": {"metavar": "TEXT", "help": argparse.SUPPRESS},
             "--verbose": {"action": "store_true", "help": "print timings after each answer"},
             **unneeded,
+            "a file of requests (FILE.jsonl -o OUT.jsonl)": FlagGroup(REQUEST_FILE_FLAGS),
         },
         usage="quire run MODEL [PROMPT ...] [flags]\n       quire run FILE.jsonl -o OUT.jsonl [--resume] [flags]",
         epilog="A server on this machine that has the model answers, such as `quire serve --models cache`; else an "

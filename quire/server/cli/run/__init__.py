@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from quire.server.batches.batch_lines import (
     rereadable_file,
 )
 from quire.server.cli.engine_app import PRIVATE_SERVER_SETTINGS, open_engine_app
-from quire.server.cli.flags import build_parser
+from quire.server.cli.flags import REQUEST_FILE_FLAGS, build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
@@ -210,43 +210,32 @@ class RequestFileRunner:
 
 
 def main(argv: Sequence[str], started: float) -> int:
+    file = {"file": {"metavar": "FILE.jsonl", "type": Path, "help": "file with one request per line; - is stdin"}}
+    usage = "quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]"
+    parser = build_request_file_parser("quire run", usage, {**file, **REQUEST_FILE_FLAGS})
+    args, config = parse_settings(parser, argv, ServerConfig)
+    return run_request_file(parser, args, config, started)
+
+
+def build_request_file_parser(program: str, usage: str, flags: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """`flags` must set args.file and include REQUEST_FILE_FLAGS."""
     parser = build_parser(
-        "quire run",
+        program,
         "Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
         "The exit status is 1 if any request failed.",
-        {
-            "file": {"metavar": "FILE.jsonl", "type": Path, "help": "file with one request per line; - is stdin"},
-            "-o --output": {
-                "metavar": "OUT.jsonl",
-                "type": Path,
-                "required": True,
-                "help": "file for the results, one per line; - is stdout",
-            },
-            "--resume": {
-                "action": "store_true",
-                "help": "keep the results in OUT.jsonl, and run only requests that are missing or may succeed now",
-            },
-            "--retry-refused": {
-                "action": "store_true",
-                "help": "with --resume, also retry requests that were refused for good",
-            },
-            "--concurrency": {
-                "type": int,
-                "metavar": "N",
-                "help": "number of requests at once (default: --max-num-seqs)",
-            },
-            "--served-model-name": {
-                "nargs": "+",
-                "metavar": "TEXT",
-                "default": argparse.SUPPRESS,
-                "help": "names that the requests may use for the model",
-            },
-        },
-        usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
+        flags,
+        usage=usage,
         add_help=False,
     )
     add_settings_flags(parser, ServerConfig, {EngineConfig: "engine"})
-    args, config = parse_settings(parser, argv, ServerConfig)
+    return parser
+
+
+def run_request_file(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, config: ServerConfig, started: float
+) -> int:
+    if args.output is None:
+        parser.error("the following arguments are required: -o/--output")
     if args.concurrency is not None and args.concurrency < 1:
         parser.error(f"argument --concurrency: must be at least 1, got {args.concurrency}")
     if str(args.output) == "-" and args.resume:
