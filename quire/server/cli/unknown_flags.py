@@ -44,32 +44,48 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
     arguments = _drop_redundant_flags(
         parser, _translate_local_data_parallel_flags(known, _normalize_switches(known, arguments))
     )
-    args, unknown = _parse_intermixed_args(parser, _merge_object_flags(parser, arguments), argv[split:])
+    ordered = _put_flags_first(known, _merge_object_flags(parser, arguments), argv[split + 1 :])
+    args, unknown = parser.parse_known_args(ordered)
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_flags_message(unknown, known)}")
     return args
 
 
-def _parse_intermixed_args(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], positionals: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Like parser.parse_known_intermixed_args, which confuses flags with what follows `--`. `positionals` begins with
-    `--`, or is empty.
-    """
-    actions, usage = parser._actions, parser.usage
-    parser.usage = parser.format_usage().removeprefix("usage: ").replace("%", "%%")  # with the positional arguments
-    required = [action for action in actions if action.option_strings and action.required]
-    try:
-        parser._actions = [action for action in actions if action.option_strings]
-        args, rest = parser.parse_known_args(arguments)
-        parser._actions = actions
-        for action in required:
-            action.required = False
-        return parser.parse_known_args([*rest, *positionals], args)
-    finally:
-        parser._actions, parser.usage = actions, usage
-        for action in required:
-            action.required = True
+def _put_flags_first(
+    known: Mapping[str, argparse.Action], arguments: Sequence[str], positionals: Sequence[str]
+) -> list[str]:
+    """argparse refuses flags between positional arguments. `positionals` are those after `--`."""
+    rest = list(arguments)
+    flags: list[str] = []
+    others: list[str] = []
+    while rest:
+        argument = rest.pop(0)
+        if not _is_flag(argument, known):
+            others.append(argument)
+            continue
+        flags.append(argument)
+        for _ in range(_max_values(known.get(argument), len(rest))):
+            if _is_flag(rest[0], known):
+                break
+            flags.append(rest.pop(0))
+    others += positionals
+    return [*flags, "--", *others] if others else flags
+
+
+def _is_flag(argument: str, known: Container[str]) -> bool:
+    """Tells flags from negative numbers and texts like argparse."""
+    if argument in known or argument.partition("=")[0] in known:
+        return True
+    is_text = " " in argument or re.fullmatch(r"-|-\d+|-\d*\.\d+", argument) is not None
+    return argument.startswith("-") and not is_text
+
+
+def _max_values(action: argparse.Action | None, limit: int) -> int:
+    if action is None:
+        return 0
+    if action.nargs in (None, "?"):
+        return min(1, limit)
+    return min(action.nargs, limit) if isinstance(action.nargs, int) else limit
 
 
 def _translate_flag(argument: str, known: Container[str]) -> str:

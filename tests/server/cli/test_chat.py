@@ -260,10 +260,9 @@ def test_run_reports_cut_answer_and_fails_if_it_has_a_format(
 def test_run_names_itself_in_errors(
     argv: list[str], server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO(""))
-    monkeypatch.setattr("quire.server.cli.chat.run._read_prompt", lambda words: " ".join(words) or None)
-    if not argv:  # lines of a conversation, as if stdin were a terminal and stdout a pipe
-        monkeypatch.setattr("sys.stdin", StringIO("/image nowhere.png\nrefuse\n"))
+    stdin = StringIO("" if argv else "/image nowhere.png\nrefuse\n")
+    monkeypatch.setattr(stdin, "isatty", lambda: not argv)  # a conversation, since stdout is no terminal
+    monkeypatch.setattr("sys.stdin", stdin)
     assert main(["run", "echo", *argv, "--url", server.url]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 - len(argv)

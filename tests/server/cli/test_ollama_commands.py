@@ -22,6 +22,7 @@ from quire.server.app import create_app
 from quire.server.cli.main import main
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.show import describe_stored
+from quire.server.cli.run import vllm
 from quire.server.config import ServerConfig
 from quire.server.runtime.model_spec_loader import load_served_model_spec
 from tests.server.api import open_http
@@ -250,15 +251,15 @@ def test_equivalent_names_include_catalog_and_hub_name() -> None:
     ],
 )
 def test_run_batch_accepts_vllm_flags(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[tuple[str, str, str]] = []
+    runs: list[tuple[Path, Path, str]] = []
 
-    def record(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
-        runs.append((str(args.file), str(args.output), config.model))
+    def record(parser: object, args: argparse.Namespace, config: ServerConfig, started: float) -> int:
+        runs.append((args.file, args.output, config.model))
         return 0
 
-    monkeypatch.setattr("quire.server.cli.run._run_file", record)
+    monkeypatch.setattr(vllm, "run_request_file", record)
     assert main(["run-batch", *line.split()]) == 0
-    assert runs == [("in.jsonl", "out.jsonl", "m")]
+    assert runs == [(Path("in.jsonl"), Path("out.jsonl"), "m")]
 
 
 @pytest.mark.parametrize(

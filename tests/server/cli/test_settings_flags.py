@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -213,30 +213,51 @@ def test_unknown_flags_are_answered_with_advice(capsys: pytest.CaptureFixture[st
     assert "  b: one argument too many" in usage_error(capsys, "a", "b")
 
 
-def test_flags_may_stand_between_positional_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("a --size 2 b", {"words": ["b"]}),
+        ("--size=2 a b c", {"words": ["b", "c"]}),
+        ("--maybe --size 2 a --two 1 2 b -5", {"words": ["b", "-5"], "maybe": "yes", "two": ["1", "2"]}),
+        ("a --maybe no b --size 2", {"words": ["b"], "maybe": "no"}),
+        ("a b --all 1 2 --size 2 c", {"words": ["b", "c"], "all": ["1", "2"]}),
+        ("a --size 2 b -- --max_size -m c", {"words": ["b", "--max_size", "-m", "c"]}),
+        ("--size 2 -- a -", {"words": ["-"]}),
+    ],
+)
+def test_flags_may_stand_between_positional_arguments(line: str, expected: dict[str, Any]) -> None:
+    unset = {"words": [], "maybe": None, "two": None, "all": None}
+    assert vars(parse_flags(intermixed_parser(), line.split())) == {"name": "a", "size": 2, **unset, **expected}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a b", "required: --size"),
+        ("--size 2", "required: name"),
+        ("a --size", "--size: expected one argument"),
+        ("a --size --maybe 2", "--size: expected one argument"),
+        ("a --two 1", "--two: expected 2 arguments"),
+        ("a --size 2 --zzz b", "--zzz: not known; see --help"),
+    ],
+)
+def test_wrong_flags_between_positional_arguments_are_refused(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(intermixed_parser(), line.split())
+    assert said in capsys.readouterr().err
+
+
+def intermixed_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="small", allow_abbrev=False)
     parser.add_argument("name")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--size", type=int, required=True)
-    assert vars(parse_flags(parser, ["a", "--size", "2", "b", "--", "--max_size", "-m", "c"])) == {
-        "name": "a",
-        "words": ["b", "--max_size", "-m", "c"],
-        "size": 2,
-    }
-    for argv in (["a"], ["--size", "2"], ["a", "--size", "2", "--zzz", "b"]):
-        with pytest.raises(SystemExit):
-            parse_flags(parser, argv)
-    error = capsys.readouterr().err
-    for text in (
-        "usage: small [-h] --size SIZE name [words ...]",
-        "are required: --size",
-        "are required: name",
-        "--zzz: not known",
-    ):
-        assert text in error
-    with pytest.raises(SystemExit):
-        parse_flags(parser, ["--help"])
-    assert "usage: small [-h] --size SIZE name [words ...]" in capsys.readouterr().out
+    parser.add_argument("--maybe", nargs="?", const="yes")
+    parser.add_argument("--two", nargs=2)
+    parser.add_argument("--all", nargs="+")
+    return parser
 
 
 def test_flags_without_effect_are_ignored_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
