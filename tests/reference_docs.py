@@ -55,7 +55,14 @@ class _ParserFound(Exception):
     pass
 
 
-def _find_parser(command: list[str]) -> argparse.ArgumentParser:
+def command_lines() -> list[list[str]]:
+    """All commands, with the subcommands of `quire bench`."""
+    return [
+        line for name in COMMANDS for line in ([[name, each] for each in _BENCHMARKS] if name == "bench" else [[name]])
+    ]
+
+
+def find_parser(command: list[str]) -> argparse.ArgumentParser:
     """The parser of a command, found by running --help without output."""
     found: list[argparse.ArgumentParser] = []
 
@@ -75,11 +82,10 @@ def _commands() -> str:
     parts = []
     for name, text in COMMANDS.items():
         parts.append(f"\n## quire {name}\n\n{text[0].upper()}{text[1:]}.\n")
-        commands = [[name, each] for each in _BENCHMARKS] if name == "bench" else [[name]]
-        for command in commands:
+        for command in (line for line in command_lines() if line[0] == name):
             if name == "bench":
                 parts.append(f"\n### quire {' '.join(command)}\n")
-            parts.append(_flags_of_command(_find_parser(command)))
+            parts.append(_flags_of_command(find_parser(command)))
     return "".join(parts)
 
 
@@ -109,7 +115,7 @@ def _is_setting(action: argparse.Action) -> bool:
 
 
 def _flag(action: argparse.Action) -> str:
-    value = action.metavar or (action.dest.upper() if action.nargs != 0 and not action.option_strings else "")
+    value = action.metavar or ""
     if not value and action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
     value = value[0] if isinstance(value, tuple) else value

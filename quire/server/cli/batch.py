@@ -37,7 +37,10 @@ def main(argv: Sequence[str], started: float) -> int:
         "quire batch",
         __doc__,
         {
-            "action": {"choices": ("submit", "status", "wait", "cancel", "list")},
+            "action": {
+                "choices": ("submit", "status", "wait", "cancel", "list"),
+                "help": "submit a file; print a batch's status; wait until it ends; cancel it; or list all batches",
+            },
             "what": {"nargs": "?", "metavar": "FILE|ID", "help": "the file to submit, or the id of a batch"},
             "-o --output": {
                 "type": Path,
@@ -47,6 +50,9 @@ def main(argv: Sequence[str], started: float) -> int:
             "--window": {"default": "24h", "help": "completion window, such as 30m, 24h or 7d (default: %(default)s)"},
             **server_flags("http://127.0.0.1:8000"),
         },
+        usage="quire batch submit FILE [-o OUT.jsonl] [flags]\n"
+        "       quire batch {status,wait,cancel} ID [flags]\n"
+        "       quire batch list [flags]",
     )
     args = parse_flags(parser, argv)
     if args.action != "list" and args.what is None:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import uvloop
-from rich.console import Console
 from rich.table import Table
 
 from quire.engine.checkpoint.model_resolver import read_model_config
@@ -24,6 +23,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
+from quire.server.cli.bench.bench_report import print_without_trailing_blanks
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
@@ -113,7 +113,7 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
         verdict = "same" if check.has_passed else "DIFFERENT" if check.differing else "not exercised"
         counts = (check.requests, check.tokens, check.differing)
         table.add_row(check.name, check.what, *map(str, counts), verdict)
-    Console().print(table)
+    print_without_trailing_blanks(table)
 
 
 class Verification:
@@ -157,9 +157,9 @@ class Verification:
             before = client.engine_core.stats.prefix_hits
             tokens = await generate_tokens(client, self._requests)
             hits = client.engine_core.stats.prefix_hits - before
-            checks = [self._compare_tokens("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
+            checks = [self._compare_tokens("prefix-hit", f"prompt tokens cached: {hits:,}", hits > 0, tokens)]
             tokens = await generate_tokens(client, self._requests, kill=True)
-            what = f"engine killed {client.engine_core.deaths} times, {client.engine_core.replays} requests replayed"
+            what = f"engine deaths: {client.engine_core.deaths}, requests replayed: {client.engine_core.replays}"
             return [*checks, self._compare_tokens("respawned", what, client.engine_core.replays > 0, tokens)]
 
     async def _check_chunked_prefill(self, longest: int) -> CheckResult:
@@ -178,7 +178,9 @@ class Verification:
         ):
             tokens = await generate_tokens(client, self._requests)
             count = client.engine_core.stats.preemptions
-            return self._compare_tokens("preempted", f"{blocks} blocks in all, {count} preemptions", count > 0, tokens)
+            return self._compare_tokens(
+                "preempted", f"blocks in all: {blocks}, preemptions: {count}", count > 0, tokens
+            )
 
     def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> CheckResult:
         differing = sum(tokens[request.id] != self._expected_tokens[request.id] for request in self._requests)

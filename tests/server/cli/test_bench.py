@@ -251,6 +251,8 @@ def test_closed_loop_bench_counts_tokens_and_limits_concurrency(
     printed = capsys.readouterr().out
     assert "mine: fake, concurrency 3, 12/5" in printed
     assert "7 answered, 0 failed" in printed
+    assert "\ntime to first token  " in printed
+    assert all(line == line.rstrip() for line in printed.splitlines())
 
 
 def test_open_loop_bench_sends_without_waiting_for_responses(tmp_path: Path) -> None:

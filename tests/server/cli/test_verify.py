@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def test_verify_passes_on_embedded_model(capsys: pytest.CaptureFixture[str]) -> 
     names = [check["name"] for check in report["checks"]]
     assert names == ["batched", "prefix-hit", "respawned", "chunked", "preempted"]
     assert all(check["tokens"] > 200 and check["exercised"] for check in report["checks"])
+    whats = {check["name"]: check["what"] for check in report["checks"]}
+    assert re.fullmatch(r"engine deaths: 1, requests replayed: [1-8]", whats["respawned"])
 
 
 async def test_in_process_verify_exercises_all_checks_but_respawn(model: str) -> None:
@@ -96,3 +99,4 @@ def test_results_table_marks_failed_and_unexercised_checks(capsys: pytest.Captur
     text = capsys.readouterr().out
     for part in ("batch-dependent", "DIFFERENT", "not exercised"):
         assert part in text
+    assert all(line == line.rstrip() for line in text.splitlines())

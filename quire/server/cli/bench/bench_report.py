@@ -49,7 +49,6 @@ def write_json(path: Path, args: argparse.Namespace, figures: Mapping[str, Any])
 
 
 def print_table(title: str, summary: BenchSummary) -> None:
-    console = Console()
     print(title)
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in (
@@ -60,7 +59,7 @@ def print_table(title: str, summary: BenchSummary) -> None:
         ("requests", f"{summary.requests} answered, {summary.failed} failed"),
     ):
         facts.add_row(name, value)
-    console.print(facts)
+    print_without_trailing_blanks(facts)
     columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     table = Table(box=None, pad_edge=False)
     table.add_column("milliseconds", min_width=19)
@@ -71,9 +70,16 @@ def print_table(title: str, summary: BenchSummary) -> None:
         if values is not None:
             table.add_row(text, *(f"{getattr(values, column):.2f}" for column in columns))
     if table.row_count:
-        console.print(table)
+        print_without_trailing_blanks(table)
     for error, count in summary.errors.items():
         print(f"{count} x {error}")
+
+
+def print_without_trailing_blanks(table: Table) -> None:
+    console = Console()
+    with console.capture() as capture:
+        console.print(table)
+    print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")
 
 
 def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:

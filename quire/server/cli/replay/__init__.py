@@ -55,7 +55,11 @@ def main(argv: Sequence[str], started: float) -> int:
     """Return 0 if all receipts gave the same tokens, else 1, also if nothing was compared."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
-        "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
+        "file": {
+            "metavar": "FILE",
+            "type": Path,
+            "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)",
+        },
         "--adapter": {**several, "metavar": "FOLDER", "help": "adapters that the answers used"},
         "--image": {**several, "metavar": "FILE", "help": "images of the prompts"},
         "--quiet": {"action": "store_true", "help": "print no line for receipts that are equal"},
